@@ -215,9 +215,9 @@ ROUTES_OF_GATEWAY = (
     ),
     Described(
         "/queue",
-        "The classes, teams and keys that have waited for a model: waiting and dispatched requests, their mean wait, and their service: "
-        "weighted tokens, in which a queue is fair. For each class with reserved slots, the slots of each server that later classes may "
-        "use. `vllm-gateway queue` prints them.",
+        "The classes, teams and keys that have waited for a model: waiting, dispatched and refused requests, their mean wait, and their "
+        "service: weighted tokens, in which a queue is fair. For each class with reserved slots, the slots of each server that later "
+        "classes may use. `vllm-gateway queue` prints them.",
         {200: "the flows: all of them, or those of a `model`"},
         queries=("model",),
     ),

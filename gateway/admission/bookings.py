@@ -43,7 +43,7 @@ class Bookings:
         return len(self._bookings)
 
     def add(self, booking: Booking, most: int) -> Booking | None:
-        """Add a booking. Return the one that gives way to it: of at most ``most``, the latest of the flow with the most for its weight."""
+        """Add a booking. Beyond ``most``, remove and return the latest booking of the flow with the most for its weight."""
         insort(self._bookings, booking, key=_AT)
         booking.leaf.booked += 1
         if len(self._bookings) <= most:

@@ -28,7 +28,7 @@ LONGEST_RETRY = 60
 _CAUTION = 1.25
 """The time of a booking, in predicted waits: the queue is then seldom longer than predicted."""
 _BOOKED = 0.5
-"""The part of the wait that deadlines allow that bookings may take. The rest is for what was predicted too short."""
+"""The part of the wait that deadlines allow that bookings may take. The rest is for waits that were predicted too short."""
 _TTFT = re.compile(rb"(\d{1,6}(?:\.\d{1,6})?)(ms|s|)")
 
 
@@ -39,7 +39,7 @@ def ttft_of(header: bytes) -> float | None:
 
 
 class DeadlinePlan:
-    """What a queue knows about the time to come: the rate of service, the time to a first token, and the bookings."""
+    """The knowledge of a queue about the time to come: the rate of service, the time to a first token, and the bookings."""
 
     def __init__(self, queue: FairQueue[Any], now: float) -> None:
         self._queue = queue
@@ -56,7 +56,7 @@ class DeadlinePlan:
         before = service_before(leaf, own + booked.get(leaf, 0.0), booked)
         return self.rate.seconds_for(before, now, waiting=len(self._queue) > 0)
 
-    def book(self, request: Booking, slack: float, most: int, now: float) -> tuple[int, bool] | None:
+    def add_booking(self, request: Booking, slack: float, most: int, now: float) -> tuple[int, bool] | None:
         """Book a place for a request. Return the whole seconds until it, and whether it is booked; None if no wait can be predicted.
 
         ``slack``: the wait that the deadline allows. ``most``: the bookings of the queue.

@@ -90,7 +90,7 @@ class Flow(Generic[T]):
         self._entry = 0  # the number of its valid entry in the heap of its parent
         self._entries = 0  # the number of entries that its own heap has had
         self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
-        self._by_deadline: list[tuple[float, int, T]] = []  # a heap of its requests if one of them has a deadline, and of removed ones
+        self._by_deadline: list[tuple[float, int, T]] = []  # a heap of its requests if any has a deadline, and of removed ones
         self._past = self._older = 0.0  # the virtual time at the last two rotations
         self._rotated_at = -inf
 
@@ -145,11 +145,11 @@ class Flow(Generic[T]):
             heap[:] = [each for each in heap if each[2] == each[3]._entry and each[3].waiting]
             heapify(heap)
 
-    def order_by_deadline(self, item: T, deadline: float, patience: float) -> None:
-        """Order the requests of a leaf by deadline. The earlier ones without a deadline have one after ``patience`` seconds of waiting."""
+    def order_by_deadline(self, item: T, deadline: float, longest_wait: float) -> None:
+        """Order the requests of a leaf by deadline. The earlier ones without a deadline have it after ``longest_wait`` seconds."""
         heap = self._by_deadline
         if not heap:
-            heap += [(since + patience, number, each) for number, (each, since) in enumerate(self.requests.items()) if each is not item]
+            heap += [(since + longest_wait, number, each) for number, (each, since) in enumerate(self.requests.items()) if each is not item]
             self._entries += len(heap)
         self._entries += 1
         heappush(heap, (deadline, self._entries, item))
@@ -174,7 +174,7 @@ class Flow(Generic[T]):
 
     @property
     def start_tag(self) -> float:
-        """The tag with which it competes: its own, or the one that it gets at least when it begins to wait."""
+        """The tag with which it competes: its own, or at least the tag that it gets when it begins to wait."""
         return self.tag if self.waiting or self.parent is None else max(self.tag, self.parent.now)
 
     @property
@@ -199,7 +199,7 @@ class FairQueue(Generic[T]):
     """The waiting requests of a model."""
 
     def __init__(self) -> None:
-        self.patience = inf
+        self.longest_wait = inf
         """Seconds of waiting after which a request without a deadline is as urgent as one whose deadline has passed."""
         self._root: Flow[T] = Flow("", 1.0, None)
         self._with_requests: dict[Flow[T], None] = {}
@@ -253,7 +253,7 @@ class FairQueue(Generic[T]):
         if since < latest:  # it was dispatched before and came back without a server
             leaf.requests = dict(sorted(requests.items(), key=lambda pair: pair[1]))
         if deadline < inf or leaf._by_deadline:
-            leaf.order_by_deadline(item, min(deadline, since + self.patience), self.patience)
+            leaf.order_by_deadline(item, min(deadline, since + self.longest_wait), self.longest_wait)
         self._with_requests[leaf] = None
         node = leaf
         while (parent := node.parent) is not None:

@@ -1,9 +1,9 @@
 """Predict how long a request will wait for capacity, and when its first token follows.
 
-The wait is the service that is dispatched before the request, divided by the measured rate of service. The service before it is that of its
-own flow, and of each competing flow as much as the order of ``fair_queue`` serves before the request: a flow with a debt waits longer, and
-a long queue of another key counts only up to its share. Both service and rate are estimates made at the arrival of requests, so an error
-that all estimates have in common cancels out.
+The wait is the service that is dispatched before the request, divided by the measured rate of service. That is the service of the earlier
+requests of its flow, and of each competing flow as much as the order of ``fair_queue`` serves before it: a flow with a debt waits longer,
+and a long queue of another key counts only up to its share. Both service and rate are estimates made at the arrival of requests, so an
+error that all estimates have in common cancels out.
 
 It is not a bound. It does not foresee later requests of other flows, such as those of a strict class, nor that servers become faster or
 slower. So the queue also refuses a request whose deadline passes while it waits. The rule: what was measured long ago is unknown, and an
@@ -22,7 +22,7 @@ from gateway.admission.fair_queue import Flow
 
 _MEMORY = 10.0  # seconds of dispatches that the rate averages
 _STALE = 30.0  # seconds after which a measurement is unknown
-_KEPT = 0.97  # weight of the earlier streams against the next one
+_RETAINED = 0.97  # weight of the earlier streams against the next one
 _LEARNING = 0.1  # weight of a deviation against the earlier ones
 
 
@@ -40,10 +40,10 @@ class ServiceRate:
     def record_dispatch(self, service: float, now: float) -> None:
         """Record that a request was dispatched which will probably get this service."""
         seconds = now - self._last
-        kept = exp(-seconds / _MEMORY)
-        self._service = self._service * kept + service
-        self._seconds = self._seconds * kept + seconds
-        self._dispatches = self._dispatches * kept + 1.0
+        retained = exp(-seconds / _MEMORY)
+        self._service = self._service * retained + service
+        self._seconds = self._seconds * retained + seconds
+        self._dispatches = self._dispatches * retained + 1.0
         self._last = self._measured = now
 
     def seconds_for(self, service: float, now: float, *, waiting: bool) -> float | None:
@@ -73,7 +73,7 @@ class FirstTokenTime:
         sums = (self._count, self._size, self._seconds, self._size_size, self._size_seconds)
         added = (1.0, size, seconds, size * size, size * seconds)
         self._count, self._size, self._seconds, self._size_size, self._size_seconds = (
-            _KEPT * each + more for each, more in zip(sums, added, strict=True)
+            _RETAINED * each + more for each, more in zip(sums, added, strict=True)
         )
         self._measured = now
 

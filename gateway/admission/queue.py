@@ -5,7 +5,7 @@ fair queue picks the next request and resumes it as soon as capacity frees up, i
 capacity. The ``with`` block that acquired a queue slot releases it, so a disconnect releases it immediately. A request that was dispatched
 is charged an estimate of its service until ``finish``, which each of them reaches. Control is notified when requests start or stop waiting
 for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its model counts as requested.
-Requests with a deadline are admitted by ``deadlines``, and are refused when it has passed. They have no effect while the model is loading.
+Requests with a deadline are admitted by ``deadlines``, and are refused when it has passed. While the model is loading, it has no effect.
 
 Times are in seconds of the monotonic clock, which all processes share.
 """
@@ -220,7 +220,7 @@ class ModelQueue:
     def set_pool(self, pool: Pool, queue: Queue, slo: Slo) -> None:
         """Replace the servers, the bounds and the objectives. Waiting requests stay."""
         self._pool, self.bounds, self._slo = pool, queue, slo
-        self._waiting.patience = queue.wait
+        self._waiting.longest_wait = queue.wait
         self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
         for key, use in self._uses.items():
             use.own.use(self._token_cells(key))
@@ -412,7 +412,7 @@ class ModelQueue:
     def _check_deadline(self, slot: QueueSlot, class_name: str, now: float) -> None:
         """Refuse a request that would probably miss its deadline. Raises Refusal."""
         request, plan = slot.request, self._plan
-        ttft = self.shares.classes[class_name].slo.over(self._slo).ttft if request.ttft is None else request.ttft
+        ttft = self.shares.classes[class_name].slo.with_defaults(self._slo).ttft if request.ttft is None else request.ttft
         if ttft is not None and self._pool.is_up:
             plan = self._plan = plan or self._new_plan(now)
             slot.deadline = request.arrived + ttft
@@ -457,7 +457,9 @@ class ModelQueue:
         self._metrics.cells("queue_refused_total", *slot.key_flow.labels, reason)[0] += 1
         booked = None
         if plan is not None and slot.deadline < math.inf and slot.request.returns and self._pool.is_up:
-            booked = plan.book(Booking(now, slot.expected, slot.leaf, slot.request.size, slot.deadline), slot.slack, self.bounds.size, now)
+            booked = plan.add_booking(
+                Booking(now, slot.expected, slot.leaf, slot.request.size, slot.deadline), slot.slack, self.bounds.size, now
+            )
         if booked is None:
             refusal = self.retry_later(slot.request.since)
         else:

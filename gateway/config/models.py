@@ -295,7 +295,7 @@ class Queue(Section):
 
 
 class Slo(Section):
-    """Objectives for the latency of requests. Those of a class replace the model's, value by value."""
+    """Objectives for the latency of requests. The values of a class take precedence over the model's."""
 
     ttft: Duration | None = setting("from the arrival of a request to its first token")
     itl: Duration | None = setting("between two tokens of a stream")

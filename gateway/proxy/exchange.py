@@ -241,9 +241,9 @@ def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key
         upstream.most_output,
         end_user.name,
         _lowered_to(upstream),
-        request.received_at + context.waited,
-        ttft_of(headers.get(_TTFT, b"")),
-        fallbacks is None or not fallbacks.candidates,
+        arrived=request.received_at + context.waited,
+        ttft=ttft_of(headers.get(_TTFT, b"")),
+        returns=fallbacks is None or not fallbacks.candidates,
     )
 
 

@@ -200,7 +200,7 @@ class Slo:
     ttft: float | None = None
     itl: float | None = None
 
-    def over(self, other: Slo) -> Slo:
+    def with_defaults(self, other: Slo) -> Slo:
         """Return these objectives, completed by those of another section."""
         return Slo(other.ttft if self.ttft is None else self.ttft, other.itl if self.itl is None else self.itl)
 

@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.fairness goodput`` runs it. The rules: one gateway in front of one simulator with ``SLOTS`` sequences, on which
 each generator's own capacity is measured first. Both queues get the same requests at the same times. A response is good if its first token
 came within ``TTFT`` of its request. A client that is refused returns after its Retry-After, as OpenAI's SDK does: at most twice, each time
-as a new request. What has not ended after ``SECONDS + DRAIN`` is not counted.
+as a new request. Requests that have not ended after ``SECONDS + DRAIN`` are not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = ("generator", "capacity/s", "requests", "FIFO: good", "good", "of firs
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlannedRequest:
     """One request of a client, ``after`` seconds from the start, or from the end of the client's earlier request."""
 
     after: float
@@ -49,7 +49,7 @@ class Call:
     output: int = 12
 
 
-Client = Sequence[Call]
+Client = Sequence[PlannedRequest]
 Generator = Callable[[Random, float], Iterator[Client]]
 """Yields the clients that arrive in ``SECONDS``, for a number of requests in a second."""
 
@@ -70,19 +70,19 @@ def _output(draw: Random) -> int:
 def _curve(of: Callable[[float], float]) -> Generator:
     def clients(draw: Random, rate: float) -> Iterator[Client]:
         peak = max(of(each / 100 * SECONDS) for each in range(100))
-        yield from ([Call(at, output=_output(draw))] for at in _arrivals(draw, lambda at: rate * of(at), rate * peak))
+        yield from ([PlannedRequest(at, output=_output(draw))] for at in _arrivals(draw, lambda at: rate * of(at), rate * peak))
 
     return clients
 
 
 def _long_prompts(draw: Random, rate: float) -> Iterator[Client]:
     for at in _arrivals(draw, lambda _: rate, rate):
-        yield [Call(at, draw.randint(1000, 4000) if draw.random() < 0.2 else 20, _output(draw))]
+        yield [PlannedRequest(at, draw.randint(1000, 4000) if draw.random() < 0.2 else 20, _output(draw))]
 
 
 def _agents(draw: Random, rate: float) -> Iterator[Client]:
     for at in _arrivals(draw, lambda _: rate / _STEPS, rate / _STEPS):
-        yield [Call(at if not step else 0.05, 100 + 200 * step, _output(draw)) for step in range(_STEPS)]
+        yield [PlannedRequest(at if not step else 0.05, 100 + 200 * step, _output(draw)) for step in range(_STEPS)]
 
 
 _BURST = SECONDS / 3
@@ -185,7 +185,7 @@ async def _for(seconds: float, clients: Sequence[object]) -> None:
         each.result()
 
 
-async def _with_returns(client: httpx2.AsyncClient, model: str, call: Call, draw: Random, result: Result) -> bool:
+async def _with_returns(client: httpx2.AsyncClient, model: str, call: PlannedRequest, draw: Random, result: Result) -> bool:
     """Send a request, again after each refusal. Return whether there was a response."""
     result.requests += 1
     body = _body(model, call, draw)
@@ -197,7 +197,7 @@ async def _with_returns(client: httpx2.AsyncClient, model: str, call: Call, draw
     return False
 
 
-def _body(model: str, call: Call, draw: Random) -> dict[str, Any]:
+def _body(model: str, call: PlannedRequest, draw: Random) -> dict[str, Any]:
     prompt = [draw.randrange(1000, 100_000) for _ in range(call.prompt)]
     return {"model": model, "prompt": prompt, "max_tokens": 256, "stream": True, "simulate": {"tokens": call.output}}
 

@@ -11,7 +11,7 @@ from gateway.admission.fair_queue import MEMORY, FairQueue, Flow, Share
 START = 1000.0
 
 
-def leaves(*weights: float) -> list[Flow[str]]:
+def flows_of(*weights: float) -> list[Flow[str]]:
     queue: FairQueue[str] = FairQueue()
     return [queue.leaf([Share("team", 1.0), Share(str(number), weight)]) for number, weight in enumerate(weights)]
 
@@ -21,7 +21,7 @@ def booked(bookings: Bookings, leaf: Flow[str], after: float, size: int = 10, mo
 
 
 def test_the_flow_takes_its_booking_at_its_time() -> None:
-    bookings, (one, other) = Bookings(), leaves(1.0, 1.0)
+    bookings, (one, other) = Bookings(), flows_of(1.0, 1.0)
     booked(bookings, one, 5.0)
     assert bookings.take(one, 10, START + 4.9) is None
     assert bookings.take(other, 10, START + 5.1) is None
@@ -30,7 +30,7 @@ def test_the_flow_takes_its_booking_at_its_time() -> None:
 
 
 def test_a_request_of_another_size_leaves_the_booking_to_its_client_at_first() -> None:
-    bookings, (one,) = Bookings(), leaves(1.0)
+    bookings, (one,) = Bookings(), flows_of(1.0)
     booked(bookings, one, 5.0)
     booked(bookings, one, 5.1, size=20)
     assert bookings.take(one, 30, START + 5.2) is None
@@ -51,7 +51,7 @@ def test_a_booking_expires_and_keeps_its_flow_until_then() -> None:
 
 
 def test_the_latest_booking_of_the_flow_with_the_most_gives_way() -> None:
-    bookings, (heavy, light) = Bookings(), leaves(1.0, 1.0)
+    bookings, (heavy, light) = Bookings(), flows_of(1.0, 1.0)
     for after in (1.0, 2.0, 3.0):
         assert booked(bookings, heavy, after, most=3) is None
     gone = booked(bookings, light, 9.0, most=3)
@@ -62,7 +62,7 @@ def test_the_latest_booking_of_the_flow_with_the_most_gives_way() -> None:
 
 
 def test_service_counts_for_the_leaf_and_the_flows_above_it() -> None:
-    bookings, (one, other) = Bookings(), leaves(1.0, 1.0)
+    bookings, (one, other) = Bookings(), flows_of(1.0, 1.0)
     for leaf, after in ((one, 1.0), (one, 2.0), (other, 3.0)):
         booked(bookings, leaf, after)
     service = service_of(bookings.between(START, START + 2.5))
@@ -77,7 +77,7 @@ _ACTS = st.lists(
 
 @given(_ACTS)
 def test_bookings_are_bounded_and_each_is_taken_once(acts: list[tuple[str, int, int, int]]) -> None:
-    bookings, flows, most = Bookings(), leaves(1.0, 1.0, 4.0), 5
+    bookings, flows, most = Bookings(), flows_of(1.0, 1.0, 4.0), 5
     added = removed = 0
     for act, flow, after, size in acts:
         if act == "add":

@@ -129,7 +129,7 @@ def test_a_class_has_its_own_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _arrives(served, Client(Key("f", queue_class="fast"), returns=0)).attempts[0].reason == "queue_predicted"
 
 
-def test_a_request_whose_deadline_passes_gives_its_slot_to_one_that_can_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_deadline_passes_gives_its_slot_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     served = SimulatedQueue(monkeypatch, 1, Slo(), step=1.0)
     served.arrive(Client(ONE, output=5), 0.0)
     late, other = Client(ONE, ttft=2.0, returns=0), Client(ONE)
@@ -155,13 +155,13 @@ def test_the_earliest_deadline_of_a_key_is_first(monkeypatch: pytest.MonkeyPatch
 def test_a_client_that_returns_is_first_and_no_other_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     served = _learned(monkeypatch, Slo())
     refused = _arrives(served, Client(ONE, size=2000, ttft=3.0))
-    patient = _arrives(served, Client(ONE, size=400, output=1))
+    unhurried = _arrives(served, Client(ONE, size=400, output=1))
     served.run(15.0)
     other = _arrives(served, Client(ONE, size=300, ttft=7.0, returns=0))
     served.run(30.0)
     assert [each.reason for each in refused.attempts] == ["queue_predicted", None]
     assert refused.attempts[1].arrived == pytest.approx(1016.01)
-    assert refused.attempts[1].dispatched == 1018.5 and patient.attempts[0].dispatched == 1028.5
+    assert refused.attempts[1].dispatched == 1018.5 and unhurried.attempts[0].dispatched == 1028.5
     assert other.attempts[0].reason == "queue_predicted", "four seconds would be enough without the booking"
 
 
@@ -206,16 +206,16 @@ def test_whatever_arrives_nothing_is_dispatched_late_and_nothing_remains(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 0.5), st.sampled_from([0.6, 1.0, 3.0]), st.integers(0, 3)), max_size=80))
-def test_no_more_is_booked_for_a_time_than_can_be_served_then(asked: list[tuple[float, float, int]]) -> None:
+def test_no_more_is_booked_for_a_time_than_can_be_served_then(bookings_: list[tuple[float, float, int]]) -> None:
     queue: FairQueue[str] = FairQueue()
     plan, now, interval = DeadlinePlan(queue, 0.0), 0.0, 0.1
     for _ in range(200):
         now += interval
         plan.rate.record_dispatch(1.0, now)
-    for pause, slack, key in asked:
+    for pause, slack, key in bookings_:
         now += pause
         leaf = queue.leaf([Share(str(key), 1.0)])
-        found = plan.book(Booking(now, 1.0, leaf, 10, now), slack, 1000, now)
+        found = plan.add_booking(Booking(now, 1.0, leaf, 10, now), slack, 1000, now)
         assert found is not None and 1 <= found[0] <= LONGEST_RETRY
     for each in plan.bookings.between(0.0, math.inf):
         within = plan.bookings.between(each.at, each.at + 0.6)

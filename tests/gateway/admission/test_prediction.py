@@ -57,13 +57,13 @@ def test_the_time_to_a_first_token_grows_with_the_body() -> None:
 def queue_of(*flows: tuple[str, float, float, int]) -> tuple[FairQueue[str], list[Flow[str]]]:
     """Return a queue with flows of a name, a weight, a tag, and waiting requests of one unit of service."""
     queue: FairQueue[str] = FairQueue()
-    leaves = [queue.leaf([Share(name, weight)]) for name, weight, _, _ in flows]
-    for leaf, (name, _, tag, count) in zip(leaves, flows, strict=True):
+    found = [queue.leaf([Share(name, weight)]) for name, weight, _, _ in flows]
+    for leaf, (name, _, tag, count) in zip(found, flows, strict=True):
         leaf.tag = tag
         for number in range(count):
             queue.put(f"{name}{number}", leaf, START, START)
             leaf.expect(1.0)
-    return queue, leaves
+    return queue, found
 
 
 def test_a_long_queue_of_another_key_counts_up_to_its_share() -> None:
@@ -89,8 +89,7 @@ def test_bookings_count_and_ranks_come_first() -> None:
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.floats(0.0, 20.0), st.integers(0, 30)), min_size=1, max_size=5))
 def test_the_prediction_is_the_order_of_the_queue(flows: list[tuple[float, float, int]]) -> None:
     """The service before a request differs from what the queue dispatches before it by at most about one request of each flow."""
-    queue, leaves = queue_of(*((str(number), *flow) for number, flow in enumerate(flows)))
-    leaf = leaves[0]
+    queue, (leaf, *_) = queue_of(*((str(number), *flow) for number, flow in enumerate(flows)))
     predicted = service_before(leaf, leaf.backlog, {})
     queue.put("new", leaf, START + 1.0, START)
     dispatched = 0

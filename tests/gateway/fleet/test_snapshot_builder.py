@@ -238,7 +238,7 @@ def test_objectives_of_models_and_classes(tmp_path: Path) -> None:
     snapshot = build_snapshot(_written(tmp_path, document), NOTHING, 1, 0)
     assert [each.slo for each in snapshot.models] == [Slo(2.0, 0.06)] * 2
     assert [each.slo for each in snapshot.classes] == [Slo(0.5), Slo()]
-    assert [each.slo.over(snapshot.models[0].slo) for each in snapshot.classes] == [Slo(0.5, 0.06), Slo(2.0, 0.06)]
+    assert [each.slo.with_defaults(snapshot.models[0].slo) for each in snapshot.classes] == [Slo(0.5, 0.06), Slo(2.0, 0.06)]
 
 
 def test_bounds_and_weights(tmp_path: Path) -> None:
