@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from random import Random
 
 import pytest
 
+from tests.benchmarks import goodput
 from tests.benchmarks.fairness import COLUMNS, SCENARIOS, Options, Service, _relative, _service, queue_cost
 
 
@@ -24,6 +26,12 @@ def test_one_is_a_fair_share() -> None:
 
 def test_the_queue_is_measured() -> None:
     assert 0 < queue_cost(20, 4) < 0.01
+
+
+@pytest.mark.parametrize("generator", goodput.GENERATORS)
+def test_a_generator_is_seeded_and_has_the_rate(generator: str) -> None:
+    first, again = (list(goodput.GENERATORS[generator](Random(1), 50.0)) for _ in range(2))
+    assert first == again and sum(map(len, first)) == pytest.approx(50.0 * goodput.SECONDS, rel=0.25)
 
 
 @pytest.mark.parametrize("scenario", ["disconnects"])

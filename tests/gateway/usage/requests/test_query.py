@@ -19,7 +19,8 @@ from gateway.api.errors import ERRORS
 from gateway.ledger.store import UsageStore, database_url
 from gateway.snapshot.link import RejectedRequest
 from gateway.usage.errors import QueryError
-from gateway.usage.requests.causes import CAUSES
+from gateway.usage.requests.causes import CAUSES, OF_QUEUES
+from gateway.usage.requests.explanation import causes
 from gateway.usage.requests.query import FILTERS, PARAMETERS, RequestPage, find_requests, parse_request_query, statement
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
@@ -153,8 +154,14 @@ def test_each_error_has_a_cause() -> None:
     assert CAUSES.keys() == ERRORS.keys()
 
 
+def test_the_refusal_of_a_queue_is_explained() -> None:
+    request = dict.fromkeys(("param", "requested_model", "limit_holder", "incomplete", "detail"))
+    for reason, sentence in OF_QUEUES.items():
+        assert list(causes({**request, "code": "overloaded", "reason": reason})) == [CAUSES["overloaded"], sentence]
+
+
 @given(st.dictionaries(st.sampled_from(PARAMETERS), st.text(max_size=20), max_size=4))
-def test_any_text_is_a_query_or_refused(parameters: dict[str, str]) -> None:
+def test_any_sentenceis_a_query_or_refused(parameters: dict[str, str]) -> None:
     try:
         query = parse_request_query(parameters, NOW)
     except QueryError:
