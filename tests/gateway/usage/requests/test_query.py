@@ -161,7 +161,7 @@ def test_the_refusal_of_a_queue_is_explained() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(PARAMETERS), st.text(max_size=20), max_size=4))
-def test_any_sentenceis_a_query_or_refused(parameters: dict[str, str]) -> None:
+def test_any_text_is_a_query_or_refused(parameters: dict[str, str]) -> None:
     try:
         query = parse_request_query(parameters, NOW)
     except QueryError:
