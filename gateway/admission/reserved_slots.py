@@ -257,7 +257,7 @@ class ReservedSlots:
         labels = model.id, reserving.name
         ratios = {name: self._metrics.cells("objective_ratio", *labels, name, str(self._number)) for name in OBJECTIVES}
         made = ClassSlots(limit, reserving, self._metrics.cells("open_slots", *labels, str(self._number)), ratios)
-        made.slo = reserving.slo.over(model.slo)
+        made.slo = reserving.slo.with_defaults(model.slo)
         if made.adaptive is not None and before is not None and before.adaptive is not None and before.limit == limit:
             made.adaptive, made.open = before.adaptive, before.open
         made.publish()
