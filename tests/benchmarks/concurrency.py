@@ -68,7 +68,7 @@ def main() -> int:
     """Run the sweep and print the table. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.concurrency", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
-    parser.add_argument("--warm-up", type=float, default=6.0, help="before each run; the automatic limit gets twice as much")
+    parser.add_argument("--warm-up", type=float, default=6.0, help="before each run; the automatic limit gets five times as much")
     parser.add_argument("--fixed", type=int, nargs="+", default=FIXED, help="the values of the sweep")
     given = parser.parse_args()
     options = Options(given.seconds, given.warm_up)
@@ -106,7 +106,7 @@ def _measured(folder: Path, value: int | str, options: Options, rate: float) -> 
     """Return what a gateway with this value served after the warm-up. ``rate``: requests per second; 0: of clients that wait."""
     folder.mkdir()
     queue = {"size": QUEUE if rate else CLIENTS, "wait": "1m"}
-    warm_up = options.warm_up * (2 if value == AUTO else 1)
+    warm_up = options.warm_up * (5 if value == AUTO else 1)
     with _engine(folder) as engine:
         model: dict[str, Any] = {"id": MODEL, "servers": [{"url": engine}], "max_inflight": value, "queue": queue}
         if rate:

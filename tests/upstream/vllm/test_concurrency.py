@@ -157,7 +157,7 @@ def test_a_limit_is_as_fast_as_no_limit_and_does_not_oscillate(**of_engine: Any)
     values = [limit.value for limit in engine.followed(120)]
     unlimited.run(120)
     assert engine.tokens_per_second(20) >= 0.9 * unlimited.tokens_per_second(20)
-    assert max(values[80:]) <= 2 * min(values[80:])
+    assert max(values[80:]) <= 2 * min(values[80:]) + 4
 
 
 def test_a_limit_that_gives_no_more_tokens_is_not_raised() -> None:
