@@ -45,6 +45,7 @@ def shown_key(key: Key, last: datetime | None, now: datetime, *, of_tokens: bool
         "id": key.id,
         "state": state(key, now),
         **{name: getattr(key, name) for name in OPTIONS},
+        "labels": dict(key.labels),
         "models": list(key.models),
         "expires": instant(key.expires) if key.expires else None,
         "hashes": len(key.hashes),

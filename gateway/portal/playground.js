@@ -244,7 +244,7 @@ async function showLeft() {
 function figures(usage, price, begun, first, ended) {
   const parts = [];
   if (usage) parts.push(`${number(usage.prompt_tokens)} prompt and ${number(usage.completion_tokens)} completion tokens`);
-  if (usage && price) parts.push(`cost ${costOf(usage, price).toLocaleString("en-US", { maximumSignificantDigits: 3 })}`);
+  if (usage && price) parts.push(`cost ${costOf(usage, price).toLocaleString("en-US", { maximumSignificantDigits: 3 })} ${CURRENCY}`);
   if (first !== null) parts.push(`first token after ${duration((first - begun) / 1000)}`);
   if (usage && first !== null && ended > first && usage.completion_tokens > 1)
     parts.push(`${Math.round((usage.completion_tokens - 1) / ((ended - first) / 1000))} tokens per second`);

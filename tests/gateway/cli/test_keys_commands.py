@@ -281,7 +281,8 @@ def test_the_list(folder: Path) -> None:
         "team-a": "valid", "two": "valid", "anonymous": "no key", "ending": "ends soon", "ended": "expired", "gone": "revoked",
     }  # fmt: skip
     assert listed["ending"] == {
-        "id": "ending", "state": "ends soon", "team": "research", "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
+        "id": "ending", "state": "ends soon", "team": "research", "labels": {}, "models": ["*"], "expires": None, "hashes": 1,
+        "hashes_end": [soon],
         "tokens": False, "limits": {"requests_per_minute": 5}, "last_used": None,
     }  # fmt: skip
     plain = gateway("keys", "list", folder=folder)

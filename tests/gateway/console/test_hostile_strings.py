@@ -7,12 +7,14 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx2
 import pytest
 
 from tests.support.console import Console, console
+from tests.support.http_server import threaded
 from tests.support.process import configuration, launched, wait_for
 from tests.support.running import KEY
 
@@ -89,12 +91,54 @@ FEW = 20
 """A long table contains only the rows in its window."""
 
 
+HEADERS = tuple(text for text in STRINGS if text.isascii() and text.isprintable())[:40]
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """A model server with the strings in the headers of its responses."""
+
+    def do_GET(self) -> None:
+        self.respond(200, "application/json", b'{"data": [{"id": "hostile"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if "refuse" in str(body["messages"][-1]["content"]):
+            error = {"message": HEADERS[0], "type": HEADERS[1], "code": 400}
+            return self.respond(400, "application/json", json.dumps({"error": error}).encode())
+        chunk = {
+            "id": "x",
+            "object": "chat.completion.chunk",
+            "model": "hostile",
+            "choices": [{"index": 0, "delta": {"content": "Served."}}],
+        }
+        return self.respond(200, "text/event-stream", f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+
+    def respond(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status, HEADERS[0])
+        for name, value in {"content-type": kind, "content-length": str(len(body)), "x-request-id": HEADERS[0]}.items():
+            self.send_header(name, value)
+        for number, text in enumerate(HEADERS):
+            self.send_header(f"x-hostile-{number}", text)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+def hostile() -> Iterator[int]:
+    with threaded(ThreadingHTTPServer(("127.0.0.1", 0), Hostile)) as server:
+        yield server.server_port
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, hostile: int) -> Iterator[Console]:
     folder = tmp_path_factory.mktemp("data")
     config = configuration(launched(**{"sim-preface": "\n\n".join(STRINGS)}), portal=True)
     program = f"import sys; [print(each, file=sys.stderr) for each in {list(STRINGS[:12])!r}]; sys.exit(1)"
     config["models"].append({"id": "broken", "launch": {"command": [sys.executable, "-c", program], "args": {}}})
+    config["models"].append({"id": "hostile", "servers": [{"url": f"http://127.0.0.1:{hostile}"}]})
     config["models"][0]["aliases"] = list(NAMES)
     config["keys"] += [{"id": f"{name}", "hash": f"sha256:{at:064x}", "team": name} for at, name in enumerate(NAMES)]
     config["teams"] = [{"id": name, "limits": {"tokens_per_day": 1000}} for name in NAMES]
@@ -172,3 +216,19 @@ def test_the_portal_shows_them_as_text(seen: Console) -> None:
     lost = f"{json.dumps(STRINGS)}.filter((each) => !{reply}.includes(each))"
     assert seen.browser.evaluate(lost) == []
     check_text(seen, STRINGS)
+
+
+def test_the_headers_of_a_response_change_nothing_in_the_portal(seen: Console) -> None:
+    seen.browser.complaints.clear()
+    seen.browser.open("about:blank")
+    seen.browser.open(f"{seen.gateway.url}/portal/playground?model=hostile#key={KEY}")
+    for prompt, part, text in (("Hello", ".answer", "Served."), ("refuse", ".answer .error", HEADERS[0])):
+        seen.wait("document.querySelector('.column')")
+        seen.browser.evaluate(f"document.getElementById('prompt').value = {prompt!r}")
+        seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
+        seen.wait(f"[...document.querySelectorAll({part!r})].some((one) => one.textContent.includes({json.dumps(text)}))")
+        seen.wait("document.getElementById('send').textContent === 'Send'")
+    seen.browser.complaints[:] = [each for each in seen.browser.complaints if "status of 400" not in each]
+    check_text(seen, (HEADERS[0],))
+    conversation = seen.browser.evaluate("document.querySelector('.column').textContent")
+    assert [text for text in HEADERS if text in conversation] == [HEADERS[0]], "a header is shown"

@@ -46,6 +46,11 @@ def test_both_sources_are_listed_and_hostile_names_are_text(shown: Console) -> N
     assert shown.browser.evaluate("document.querySelectorAll('#page img, #page script').length") == 0
 
 
+def test_the_labels_of_a_key_of_the_file(shown: Console) -> None:
+    shown.open("/console/keys?id=team-a")
+    shown.shows(f"cost_center: {MARKUP}")
+
+
 @pytest.mark.parametrize(("text", "count"), [("مفتاح", 1), ("IMG/SRC", 1), ("ops", 1), ("no such key", 0), ("team-", 1)])
 def test_a_search_finds_names_ids_and_teams(shown: Console, text: str, count: int) -> None:
     shown.open(f"/console/keys?search={text}")

@@ -195,7 +195,7 @@ def test_keys_are_shown_without_their_hashes(one: Gateway) -> None:
 
     listed = wait_for(used)
     assert listed["unused"] | {"expires": 0} == {
-        "id": "unused", "state": "ends soon", "team": None, "models": ["sim/*"], "expires": 0, "hashes": 1, "hashes_end": [],
+        "id": "unused", "state": "ends soon", "team": None, "labels": {}, "models": ["sim/*"], "expires": 0, "hashes": 1, "hashes_end": [],
         "tokens": False, "limits": {}, "last_used": None,
     }  # fmt: skip
     assert "sha256" not in call(one, "/keys", SHOWN, "GET").text

@@ -106,7 +106,9 @@ def test_a_streamed_response_with_its_figures(seen: Seen) -> None:
     seen.send("Hello")
     figures = seen.browser.evaluate("document.querySelector('.figures').textContent")
     assert re.fullmatch(
-        r"\d+ prompt and \d+ completion tokens · cost 0\.\d+ · first token after \d+ ms( · \d+ tokens per second)?", figures
+        r"\d+ prompt and \d+ completion tokens · cost 0\.\d+ in the operator's currency · first token after \d+ ms"
+        r"( · \d+ tokens per second)?",
+        figures,
     )
     assert seen.browser.evaluate("document.querySelector('.reasoning').open") is False
     seen.wait("/^Left: .* of 1,000,000 tokens per day/.test(document.getElementById('left').textContent)")
