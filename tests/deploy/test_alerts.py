@@ -221,6 +221,7 @@ def test_every_alert_fires_and_resolves(scene: Scene) -> None:
             clients.submit(send, one, simulate={"status": 500})
             clients.submit(send, one, stream=True, simulate=slow)
             clients.submit(send, one, BUSY, simulate={"time_to_first_token": 2.4})
+        wait_for(lambda: one.metric(f'vllm_gateway_queued_requests{{model="{BUSY}"}}') > REQUESTS / 2)
         clients.submit(send, one, BUSY, NIGHTLY)  # waits until all of them are served
         for _ in range(4 * REQUESTS):
             clients.submit(send, one, token="sk-unknown")

@@ -88,6 +88,7 @@ def test_a_snapshot_has_the_weights_of_teams_and_keys() -> None:
 def test_the_weight_of_a_team_of_the_store_reaches_the_queues_without_a_restart(tmp_path: Path) -> None:
     """The first half of the requests that waited is mostly of the team with the weight 4."""
     limited = launched("sim/one", **{"sim-tokens": "4", "sim-tokens-per-second": "100"}) | {"max_inflight": 1}
+    limited["queue"] = {"wait": "5m"}
     with gateway(tmp_path, configuration(limited, workers=1) | {"ledger": "sqlite:///usage.db", "store": "ledger"}) as one:
         tokens = {}
         for team in ("heavy", "light"):

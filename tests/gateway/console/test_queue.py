@@ -30,6 +30,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
     full = launched(**{"sim-tokens": "4", "sim-tokens-per-second": "40"}) | {"max_inflight": 1}
     loading = launched(LOADING, **{"sim-listen-after": "600"})
     loading["launch"]["start"] = "on_demand"
+    loading["queue"] = {"wait": "10m"}
     config = configuration(full, loading)
     config["classes"] = [{"id": "chat"}, {"id": "batch"}]
     config["teams"] = [{"id": "research", "weight": 3}, {"id": "sales"}]
@@ -51,7 +52,7 @@ def no_complaint(seen: Console) -> Iterator[None]:
 def send(seen: Console, key: str, model: str = "sim/one") -> int:
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
     headers = {"authorization": f"Bearer {secret_of(key)}"}
-    return httpx2.post(f"{seen.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
+    return httpx2.post(f"{seen.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=600).status_code
 
 
 def rows(seen: Console) -> list[list[str]]:
