@@ -155,14 +155,17 @@ class MeasuredStream:
 
 
 class ClassSlots:
-    """The slots of a model's servers that are open to the classes after one. ``adaptive``: None for a fixed number."""
+    """The slots of a model's servers that are open to the classes after one. ``adaptive``: None for a fixed number.
 
-    def __init__(self, limit: int, reserving: QueueClass, cells: SharedCells, ratios: Mapping[str, SharedCells]) -> None:
+    ``ratios``: the cells of each objective that the slots follow.
+    """
+
+    def __init__(self, limit: int, reserving: QueueClass, slo: Slo, cells: SharedCells, ratios: Mapping[str, SharedCells]) -> None:
         reserved = reserving.reserved_slots
         self.limit = limit
         self.adaptive = AdaptiveSlots(max(limit - 1, 1)) if reserved == AUTO else None
         self.open = limit - reserved if isinstance(reserved, int) else max(limit // 2, 1)
-        self.slo = Slo()
+        self.slo = slo
         self.streams: dict[MeasuredStream, None] = {}
         self._cells = cells
         self._ratios = ratios
@@ -172,10 +175,9 @@ class ClassSlots:
         if self.adaptive is None:
             return
         for objective, seconds in stream.times(self.slo, now):
-            target: float | None = getattr(self.slo, objective)
-            if target is not None:
+            if (ratio := self._ratios.get(objective)) is not None:
+                target: float = getattr(self.slo, objective)
                 self.adaptive.note(1, seconds > target)
-                ratio = self._ratios[objective]
                 ratio[0] = seconds / target if not ratio[0] else 0.8 * ratio[0] + 0.2 * seconds / target
 
     def decide(self, now: float, in_use: float, of_others: int) -> bool:
@@ -254,12 +256,12 @@ class ReservedSlots:
             slots.apply()
 
     def _class_slots(self, model: Model, limit: int, reserving: QueueClass, before: ClassSlots | None) -> ClassSlots:
-        labels = model.id, reserving.name
-        ratios = {name: self._metrics.cells("objective_ratio", *labels, name, str(self._number)) for name in OBJECTIVES}
-        made = ClassSlots(limit, reserving, self._metrics.cells("open_slots", *labels, str(self._number)), ratios)
-        made.slo = reserving.slo.with_defaults(model.slo)
+        labels, slo, worker = (model.id, reserving.name), reserving.slo.with_defaults(model.slo), str(self._number)
+        followed = [name for name in OBJECTIVES if reserving.reserved_slots == AUTO and getattr(slo, name) is not None]
+        ratios = {name: self._metrics.cells("objective_ratio", *labels, name, worker) for name in followed}
+        made = ClassSlots(limit, reserving, slo, self._metrics.cells("open_slots", *labels, worker), ratios)
         if made.adaptive is not None and before is not None and before.adaptive is not None and before.limit == limit:
-            made.adaptive, made.open = before.adaptive, before.open
+            made.adaptive, made.open, made.streams = before.adaptive, before.open, before.streams
         made.publish()
         return made
 
