@@ -114,7 +114,9 @@ async def measured(slo: Slo) -> AsyncIterator[tuple[MeasuredStream, list[Progres
     slots = ReservedSlots(Metrics())
     model = Model("m", (ServerSpec("s", Address(port=1), "m"),), max_inflight=8, slo=slo)
     snapshot = Snapshot(1, (), (model,), classes=(QueueClass("chat", reserved_slots=AUTO),))
-    slots.apply_snapshot(snapshot, {"s": Server(model.servers[0])}, 0)
+    server = Server(model.servers[0])
+    server.limit = 8
+    slots.apply_snapshot(snapshot, {"s": server}, 0)
     with slots.measured("m", "chat", nullcontext(), 100.0, lambda: progress[-1]):
         [stream] = slots._models["m"].classes["chat"].streams
         yield stream, progress
@@ -160,11 +162,10 @@ def test_the_parts_of_the_workers_add_up(limit: int, workers: int, share: float)
         return
     opened = 0
     for number in range(workers):
-        [server] = servers(1, 0)
+        [server] = servers(1, limit)
         slots = ReservedSlots(Metrics())
         model = Model("m", (server.spec,), max_inflight=limit)
         classes = (QueueClass("chat", reserved_slots=reserved),)
-        server.limit = limit // workers + (number % workers < limit % workers)
         slots.apply_snapshot(Snapshot(1, (), (model,), workers=workers, classes=classes), {server.name: server}, number)
         assert 1 <= server.open_to(0) <= server.limit
         opened += int(server.open_to(0))
