@@ -29,7 +29,7 @@ STEP = "0.05,0.001,0.00001"
 """Seconds of a step: 54 ms with the interactive clients alone, 82 ms with all slots in use."""
 CLIENTS, BATCH_CLIENTS = 4, 48
 ALLOWED, OBJECTIVE = 1.15, 1.14
-"""The p99 that is allowed, and the objective, both by the p99 of the clients alone. The objective is lower because ``auto`` probes."""
+"""The p99 that is allowed, and the objective, both by the times of the clients alone. The objective is lower because ``auto`` probes."""
 OPEN = (4, 6, 8, 10, 12, 16, 24, 32)
 """The slots that are open to the batch; 32: nothing is reserved."""
 COLUMNS = ("slots of the batch", "first token p50, p99 ms", "by alone", "between p50, p99 ms", "by alone", "batch tokens/s", "by best")
@@ -63,7 +63,8 @@ def print_interactive(folder: Path, seconds: float, opened: Sequence[int] = OPEN
         [*SIMULATOR, MODEL, *flags], folder, sorted(os.sched_getaffinity(0)), {"PYTHONPATH": os.getcwd()}, lambda: accepts(port), 60
     ):
         alone = _measured(folder / "alone", port, seconds, 0, None)
-        slo = {name: f"{OBJECTIVE * quantile(times, 0.99):.4f}s" for name, times in (("ttft", alone.first), ("itl", alone.between))}
+        # The time between tokens that is measured is a mean, which the pauses of a busy machine do not change.
+        slo = {"ttft": f"{OBJECTIVE * quantile(alone.first, 0.99):.4f}s", "itl": f"{OBJECTIVE * quantile(alone.between, 0.5):.4f}s"}
         runs = {"alone": alone, **{str(each): _measured(folder / str(each), port, seconds, BATCH_CLIENTS, SLOTS - each) for each in opened}}
         runs["auto"] = _measured(folder / "auto", port, seconds, BATCH_CLIENTS, "auto", slo)
     for row in rows(runs):
