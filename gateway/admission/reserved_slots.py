@@ -59,6 +59,12 @@ class AdaptiveSlots:
         """How many slots one increase opens."""
         return max(self.open // 8, 1)
 
+    def bound(self, most: int) -> None:
+        """Open at most so many slots: the limit of the servers has changed."""
+        if self._ceiling == self._most or self._ceiling > most:
+            self._ceiling = most
+        self._most, self.open = most, min(self.open, most)
+
     def note(self, times: int, missed: int) -> None:
         """Note how many times of the class were measured, and how many of them missed the objective."""
         if self._times >= _WINDOW:
@@ -162,13 +168,26 @@ class ClassSlots:
 
     def __init__(self, limit: int, reserving: QueueClass, slo: Slo, cells: SharedCells, ratios: Mapping[str, SharedCells]) -> None:
         reserved = reserving.reserved_slots
-        self.limit = limit
+        self.configured = self.limit = limit
+        self._reserved = reserved if isinstance(reserved, int) else 0
         self.adaptive = AdaptiveSlots(max(limit - 1, 1)) if reserved == AUTO else None
-        self.open = limit - reserved if isinstance(reserved, int) else max(limit // 2, 1)
+        self.open = max(limit - self._reserved, 1) if self.adaptive is None else self.adaptive.open
         self.slo = slo
         self.streams: dict[MeasuredStream, None] = {}
         self._cells = cells
         self._ratios = ratios
+
+    def follow(self, limit: int) -> None:
+        """Follow a limit of the servers that may have changed."""
+        if limit == self.limit:
+            return
+        self.limit = limit
+        if self.adaptive is None:
+            self.open = max(limit - self._reserved, 1)
+        else:
+            self.adaptive.bound(max(limit - 1, 1))
+            self.open = self.adaptive.open
+        self.publish()
 
     def measure(self, stream: MeasuredStream, now: float) -> None:
         """Note the times of a stream since it was measured last."""
@@ -215,7 +234,10 @@ class ModelSlots:
         self._servers = tuple(servers)
 
     def apply(self) -> None:
-        """Reserve the slots."""
+        """Reserve the slots of each server. If their limits differ, the least counts."""
+        least = min((int(server.limit) for server in self._servers), default=1)
+        for each in self.classes.values():
+            each.follow(least)
         for number, server in enumerate(self._servers, self._number):
             limit = int(server.limit)
             is_open = (max(limit - each.reserved, 1) for each in self.classes.values())
@@ -260,8 +282,8 @@ class ReservedSlots:
         followed = [name for name in OBJECTIVES if reserving.reserved_slots == AUTO and getattr(slo, name) is not None]
         ratios = {name: self._metrics.cells("objective_ratio", *labels, name, worker) for name in followed}
         made = ClassSlots(limit, reserving, slo, self._metrics.cells("open_slots", *labels, worker), ratios)
-        if made.adaptive is not None and before is not None and before.adaptive is not None and before.limit == limit:
-            made.adaptive, made.open, made.streams = before.adaptive, before.open, before.streams
+        if made.adaptive is not None and before is not None and before.adaptive is not None and before.configured == limit:
+            made.adaptive, made.open, made.streams, made.limit = before.adaptive, before.open, before.streams, before.limit
         made.publish()
         return made
 

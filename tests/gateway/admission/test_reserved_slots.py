@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -170,6 +171,20 @@ def test_the_parts_of_the_workers_add_up(limit: int, workers: int, share: float)
         assert 1 <= server.open_to(0) <= server.limit
         opened += int(server.open_to(0))
     assert opened == limit - reserved
+
+
+@pytest.mark.parametrize(("reserved", "expected"), [(4, [60, 6, 1, 28]), (AUTO, [31, 9, 1, 1])])
+def test_the_slots_follow_a_limit_that_changes(reserved: int | Literal["auto"], expected: list[int]) -> None:
+    [server] = servers(1, 64)
+    slots = ReservedSlots(Metrics())
+    model = Model("m", (server.spec,), max_inflight=64, has_auto_max_inflight=True, slo=Slo(ttft=1.0))
+    slots.apply_snapshot(Snapshot(1, (), (model,), classes=(QueueClass("chat", reserved_slots=reserved),)), {server.name: server}, 0)
+    opened = []
+    for limit in (64, 10, 2, 32):
+        server.set_limit(limit)
+        slots.apply()
+        opened.append(server.open_to(0))
+    assert opened == expected
 
 
 def test_a_worker_opens_at_most_one_step_more_than_the_least_of_the_others() -> None:
