@@ -23,7 +23,6 @@ from gateway.snapshot.snapshot import Model, Queue, QueueClass
 from tests.faults.invariants import unharmed
 from tests.support.controlled import controlled
 from tests.support.ports import silent
-from tests.support.process import launched
 from tests.support.running import Served, key, model, until
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, STOP, chat, client, request, request_once
@@ -442,16 +441,24 @@ def test_the_rate_averages_recent_dispatches_and_slows_while_none_occur() -> Non
 
 
 async def test_several_workers_together_stay_within_a_servers_limit(tmp_path: Path) -> None:
-    limited = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 3}
-    async with controlled(tmp_path, limited, workers=2) as gateway:
-        tasks = await gateway.streams("m", seconds=5.0)
-        tasks += [asyncio.create_task(gateway.request("m", stream=True)) for _ in range(24)]
-        most = gateway.in_flight("m")
-        while not all(task.done() for task in tasks):
-            most = max(most, gateway.in_flight("m"))
-            await asyncio.sleep(0.005)
-        assert {(await task).status_code for task in tasks} == {200} and 1 <= most <= 3
-        assert gateway.status("m")["max_inflight"] == 3 and gateway.status("m")["queued"] == 0
+    at_once = most = 0
+
+    async def respond(talk: Conversation) -> None:
+        nonlocal at_once, most
+        if talk.request.head.startswith(b"POST"):
+            at_once += 1
+            most = max(most, at_once)
+            await until(lambda: most >= 3)
+            await asyncio.sleep(0.02)
+            at_once -= 1  # before the gateway has the response, and may send another request
+        await talk.respond(COMPLETION)
+
+    async with scripted(respond) as server:
+        limited = {"id": "m", "servers": [{"url": f"http://127.0.0.1:{server.port}"}], "max_inflight": 3}
+        async with controlled(tmp_path, limited, workers=2) as gateway:
+            responses = await asyncio.gather(*(gateway.request("m") for _ in range(60)))
+            assert {each.status_code for each in responses} == {200} and most == 3
+            assert gateway.status("m")["max_inflight"] == 3 and gateway.status("m")["queued"] == 0
 
 
 CLASSES = (QueueClass("chat", strict=True), QueueClass("batch", aging=0.3))
