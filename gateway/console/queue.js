@@ -4,6 +4,7 @@ const FIELDS = ["by", "model", "find", "show"];
 const LEVELS = { key: ["key", "model", "team", "class"], team: ["team", "model"], class: ["class", "model"] };
 const address = new URLSearchParams(location.search);
 let flows = [],
+  openSlots = [],
   models = [],
   shown = null;
 
@@ -23,6 +24,7 @@ function grouped(by) {
         ...Object.fromEntries(LEVELS[by].map((level, at) => [level, names[at]])),
         waiting: 0,
         dispatched: 0,
+        refused: 0,
         waited: 0,
         service: 0,
         share: 0,
@@ -30,6 +32,7 @@ function grouped(by) {
     const row = found.get(id);
     row.waiting += flow.waiting;
     row.dispatched += flow.dispatched;
+    row.refused += flow.refused;
     row.waited += flow.wait_seconds * flow.dispatched;
     row.service += flow.service;
     row.share += flow.service_share;
@@ -94,6 +97,27 @@ function showWaiting() {
   $("waiting").drawn = key;
 }
 
+// The slots that the classes after a class with reserved slots may use. They may follow its times, which are parts of its objectives.
+const OBJECTIVES = { ttft: "time to the first token", itl: "time between tokens" };
+function slotsOf({ model, class: name, slots, objectives }) {
+  const times = Object.keys(OBJECTIVES)
+    .filter((objective) => objective in objectives)
+    .map((objective) => `${OBJECTIVES[objective]}: ${Math.round(100 * objectives[objective])}% of the objective`);
+  return el(
+    "li",
+    {},
+    el("div", { className: "bar" }, el("h3", {}, model), el("strong", {}, `${number(slots)} open`)),
+    el("p", {}, `Open to the classes after ${name}, on each server.`),
+    times.length ? el("p", {}, `${capital(times.join(", "))}.`) : null,
+  );
+}
+function showSlots() {
+  $("slots-section").hidden = !openSlots.length;
+  const key = JSON.stringify(openSlots);
+  if ($("slots").drawn !== key) $("slots").replaceChildren(...openSlots.slice(0, MOST_MODELS).map(slotsOf));
+  $("slots").drawn = key;
+}
+
 // The table
 
 const named = (level) => (row) => {
@@ -125,6 +149,7 @@ function columnsOf(levels) {
     measured("Waiting", "waiting", (row) => number(row.waiting), "Requests that wait now"),
     measured("Mean wait", "wait", (row) => wait(row.wait), "Of the requests that were served after a wait"),
     measured("Served", "dispatched", (row) => number(row.dispatched), "Requests that were served after a wait"),
+    measured("Refused", "refused", (row) => number(row.refused), "Requests that found the queue full, waited too long, or would be late"),
   ];
   return columns.map((column) => {
     const head = el("button", { type: "button", className: "sort" }, column.title);
@@ -134,7 +159,7 @@ function columnsOf(levels) {
 }
 const WIDE = { model: 12, team: 7, class: 6 },
   FIRST = 10.5,
-  MEASURES = [9.5, 6.2, 5.8, 6.6, 5.4];
+  MEASURES = [9.5, 6.2, 5.8, 6.6, 5.4, 5.8];
 const COLLATOR = new Intl.Collator("en-US", { numeric: true });
 function compared(one, other) {
   if (typeof one === "string") return COLLATOR.compare(one, other);
@@ -212,11 +237,12 @@ function showModels(value = address.get("model") ?? "") {
 }
 
 async function showQueue() {
-  [{ flows }, { models }] = await Promise.all([api("/queue"), api("/admin/v1/models")]);
+  [{ flows, open_slots: openSlots }, { models }] = await Promise.all([api("/queue"), api("/admin/v1/models")]);
   $("queue-note").hidden = true;
   $("queue-parts").hidden = false;
   $("as-of").replaceChildren("Live · ", when(Date.now() / 1000));
   showWaiting();
+  showSlots();
   showModels();
   showTable();
 }

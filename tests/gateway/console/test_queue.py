@@ -62,9 +62,11 @@ def rows(seen: Console) -> list[list[str]]:
     return found
 
 
-def show(seen: Console, flows: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]] = ()) -> None:
+def show(
+    seen: Console, flows: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]] = (), open_slots: Sequence[object] = ()
+) -> None:
     """Show responses of the gateway that a small gateway does not give."""
-    responses = json.dumps({"/queue": {"flows": flows}, "/admin/v1/models": {"models": models}})
+    responses = json.dumps({"/queue": {"flows": flows, "open_slots": open_slots}, "/admin/v1/models": {"models": models}})
     seen.browser.evaluate(f"(() => {{ const data = {responses}; request = async (path) => new Response(JSON.stringify(data[path])); }})()")
     seen.browser.evaluate("load(showQueue)")
 
@@ -76,7 +78,7 @@ def choose(seen: Console, field: str, value: str) -> None:
 
 def flow(key: str, **more: Any) -> dict[str, Any]:
     names = {"model": "m", "class": "default", "team": "", "key": key}
-    return names | {"waiting": 0, "dispatched": 1, "wait_seconds": 1.0, "service": 10, "service_share": 0.5} | more
+    return names | {"waiting": 0, "dispatched": 1, "refused": 0, "wait_seconds": 1.0, "service": 10, "service_share": 0.5} | more
 
 
 def test_nothing_has_waited(seen: Console) -> None:
@@ -121,17 +123,30 @@ def test_a_full_model_is_shown_with_its_load(seen: Console) -> None:
     assert "3 waiting" in seen.browser.evaluate("document.getElementById('waiting').innerText")
 
 
+def test_reserved_slots_are_shown_with_the_times_that_they_follow(seen: Console) -> None:
+    seen.open(PAGE, "viewer")
+    seen.wait_for_text("Shares")
+    assert not seen.browser.evaluate("document.getElementById('slots-section').checkVisibility()")
+    fixed = {"model": "m", "class": "chat", "slots": 22, "objectives": {}}
+    adaptive = {"model": HOSTILE, "class": "chat", "slots": 1, "objectives": {"itl": 0.962, "ttft": 0.41}}
+    show(seen, [flow("a")], open_slots=[fixed, adaptive])
+    seen.wait_for_text("Time to the first token: 41% of the objective, time between tokens: 96% of the objective.")
+    seen.wait_for_text("22 open")
+    seen.wait_for_text("Open to the classes after chat, on each server.")
+    audit(seen.browser)
+
+
 def test_shares_are_added_up_by_team_and_class(seen: Console) -> None:
     flows = [
-        flow("a", team="x", service=60, service_share=0.6, dispatched=3, wait_seconds=1.0),
-        flow("b", team="x", service=20, service_share=0.2, dispatched=1, wait_seconds=5.0),
+        flow("a", team="x", service=60, service_share=0.6, dispatched=3, wait_seconds=1.0, refused=2),
+        flow("b", team="x", service=20, service_share=0.2, dispatched=1, wait_seconds=5.0, refused=5),
         flow("c", service=15, service_share=0.15, **{"class": "batch"}),
         flow("d", service=5, service_share=0.05),
     ]
     seen.open(f"{PAGE}?by=team", "viewer")
     seen.wait_for_text("Shares")
     show(seen, flows)
-    team, alone, other = ["x", "80.0%", "80", "0", "2 s", "4"], "c without a team", "d without a team"
+    team, alone, other = ["x", "80.0%", "80", "0", "2 s", "4", "7"], "c without a team", "d without a team"
     wait_for(lambda: [each[0] for each in rows(seen)] == ["x", alone, other], why=seen.browser.text)
     assert [each.strip() for each in rows(seen)[0]] == team
     choose(seen, "by", "class")
