@@ -98,6 +98,9 @@ class Visitor:
         try:
             await self.finished
             self.fate = "done"
+        except asyncio.CancelledError:
+            self.fate = "gone"  # before the end of its exchange, in which a request that waits may take its slot
+            raise
         finally:
             server.finish_exchange(self.tier)
 

@@ -12,6 +12,7 @@ import msgspec
 from gateway.control.live_overview import MOST_LISTENERS, LiveOverview
 from tests.support.controlled import Controlled, controlled
 from tests.support.process import launched
+from tests.support.running import until
 
 
 class Clock:
@@ -26,6 +27,10 @@ def live_of(one: Controlled, clock: Clock) -> LiveOverview:
     return LiveOverview(one.control, one.report, None, None, (clock, clock))
 
 
+def requests(one: Controlled) -> float:
+    return sum(cells[0] for series, cells in one.report.series().items() if series.family == "requests_total")
+
+
 def decoded(event: bytes) -> dict[str, Any]:
     assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2
     return dict(msgspec.json.decode(event[6:]))
@@ -37,6 +42,7 @@ async def test_the_state_with_its_history_and_alerts(tmp_path: Path) -> None:
         live = live_of(one, clock)
         live.tick()
         await one.request("sim/a")
+        await until(lambda: requests(one) == 1)  # the worker counts it after the client has the response
         clock.now += 5
         live.tick()
         shown = msgspec.json.decode(live.document())
