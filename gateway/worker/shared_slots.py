@@ -75,9 +75,9 @@ class SharedSlots:
         parts = [worker_share(whole, number + index, self._workers) for number in range(self._workers)]
         lock = _Lock(self._signals.locks, int.from_bytes(sha256(server.encode()).digest()[:7]))
         queued = self._metrics.cells("queued_requests", model)
-        return SharedLimit(whole, parts[self._number], queued, lock, self._peers(model, server, parts), self._signals.wake)
+        return SharedLimit(whole, self._number, parts, queued, lock, self._peers(model, server), self._signals.wake)
 
-    def _peers(self, model: str, server: str, parts: Sequence[int]) -> Callable[[], Sequence[Peer]]:
+    def _peers(self, model: str, server: str) -> Callable[[], Sequence[Peer]]:
         """Return a function that finds the other workers. A worker that has not applied the model yet uses no slot."""
         numbers = [number for number in range(self._workers) if number != self._number]
         metrics, known = self._metrics, list[Peer]()
@@ -86,9 +86,7 @@ class SharedSlots:
             if len(known) < len(numbers):
                 used, queued = metrics.peer_cells("server_inflight", model, server), metrics.peer_cells("queued_requests", model)
                 found = zip(numbers, used, queued, strict=True)
-                known[:] = [
-                    Peer(each, parts[each], used, queued) for each, used, queued in found if used is not None and queued is not None
-                ]
+                known[:] = [Peer(each, used, queued) for each, used, queued in found if used is not None and queued is not None]
             return known
 
         return peers

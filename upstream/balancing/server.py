@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
@@ -169,6 +169,9 @@ class Server:
         self._in_tiers += [0] * (tier - len(self._in_tiers))
         for lower in range(tier):
             self._in_tiers[lower] += change
+
+    def guarantee(self, parts: Sequence[int]) -> None:
+        """Guarantee these numbers of slots to the workers, if they share them."""
 
     def take_slot(self) -> bool:
         """Take a slot before ``start_exchange``. Returns False if other workers have taken all."""

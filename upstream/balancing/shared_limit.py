@@ -20,39 +20,40 @@ from upstream.cells import Cells
 
 
 class Peer(NamedTuple):
-    """Another worker: its number, its part of the limit, its requests in flight on the server, and those that are queued for the model."""
+    """Another worker: its number, its requests in flight on the server, and those that are queued for the model."""
 
     number: int
-    part: int
     in_flight: Cells
     queued: Cells
 
-    @property
-    def is_owed(self) -> bool:
-        """Whether it has queued requests, and less than its part."""
-        return self.queued[0] > 0 and self.in_flight[0] < self.part
+    def is_owed(self, part: int) -> bool:
+        """Return whether it has queued requests, and less than its part."""
+        return self.queued[0] > 0 and self.in_flight[0] < part
 
 
 class SharedLimit:
     """The limit of one server as one worker sees it.
 
-    ``part``: its own part of the whole limit. ``queued``: cell 0 is the number of its requests that are queued for the model. ``peers``:
-    returns the other workers that have applied the model. ``wake``: lets the worker with this number check for free slots.
+    ``number``: that of this worker. ``parts``: those of all workers. Reserved slots are in no part, because the queued requests of another
+    worker may not be allowed to use them. ``queued``: cell 0 is the number of requests that this worker has queued for the model.
+    ``peers``: returns the other workers that have applied the model. ``wake``: lets the worker with this number check for free slots.
     """
 
-    __slots__ = ("_limit", "_lock", "_part", "_peers", "_queued", "_wake")
+    __slots__ = ("_limit", "_lock", "_number", "_peers", "_queued", "_wake", "parts")
 
     def __init__(
         self,
         limit: int,
-        part: int,
+        number: int,
+        parts: Sequence[int],
         queued: Cells,
         lock: AbstractContextManager[Any],
         peers: Callable[[], Sequence[Peer]],
         wake: Callable[[int], None],
     ) -> None:
         self._limit = limit
-        self._part = part
+        self._number = number
+        self.parts = parts
         self._queued = queued
         self._lock = lock
         self._peers = peers
@@ -63,7 +64,7 @@ class SharedLimit:
         peers = self._peers()
         if own + sum(each.in_flight[0] for each in peers) >= self._limit:
             return False
-        return own < self._part or not any(each.is_owed for each in peers)
+        return own < self.parts[self._number] or not any(each.is_owed(self.parts[each.number]) for each in peers)
 
     def take(self, cells: Cells) -> bool:
         """Count a request in this worker's cell, provided that a slot is free. Returns whether it was."""
@@ -83,17 +84,21 @@ class SharedLimit:
         if not waiting or own + sum(each.in_flight[0] for each in peers) >= self._limit:
             return
         if self._queued[0] == 0 or not self.allows(own):
-            self._wake(min(waiting, key=_used).number)
+            self._wake(min(waiting, key=self._used).number)
 
-
-def _used(peer: Peer) -> float:
-    return peer.in_flight[0] / peer.part
+    def _used(self, peer: Peer) -> float:
+        return peer.in_flight[0] / self.parts[peer.number]
 
 
 class SharedServer(Server):
     """A server whose limit all workers share. Without a limit it is like any other."""
 
     shared: SharedLimit | None = None
+
+    def guarantee(self, parts: Sequence[int]) -> None:
+        """Guarantee these numbers of slots to the workers, instead of their parts of the limit."""
+        if self.shared is not None:
+            self.shared.parts = parts
 
     @property
     def is_shared(self) -> bool:

@@ -26,11 +26,12 @@ class Workers:
         self.in_flight = [[0.0] for _ in range(count)]
         self.queued = [[0.0] for _ in range(count)]
         self.signals: deque[int] = deque()
-        every = [Peer(number, parts[number], self.in_flight[number], self.queued[number]) for number in range(count)]
+        every = [Peer(number, self.in_flight[number], self.queued[number]) for number in range(count)]
         self.limits = [
             SharedLimit(
                 limit,
-                parts[number],
+                number,
+                parts,
                 self.queued[number],
                 nullcontext(),
                 partial(self._others, every, number),
@@ -112,6 +113,16 @@ def test_one_worker_may_use_all_slots_and_gives_them_back_when_another_needs_its
         workers.finish(0)
         workers.deliver()
     assert workers.in_flight == [[2], [2], [2], [2]]
+
+
+def test_a_worker_may_use_reserved_slots_while_another_has_its_part_of_the_others() -> None:
+    workers = Workers(6, 2)
+    workers.in_flight[1][0], workers.queued[1][0] = 2, 3  # of a later class, to which 4 slots are open
+    for limit in workers.limits:
+        limit.parts = [2, 2]
+    for _ in range(4):
+        workers.arrive(0)
+    assert workers.in_flight == [[4], [2]]
 
 
 def test_a_server_that_another_worker_has_filled_is_not_chosen() -> None:
