@@ -242,7 +242,7 @@ class ModelSlots:
             limit = int(server.limit)
             is_open = (max(limit - each.reserved, 1) for each in self.classes.values())
             server.reserve(tuple(limit - worker_share(slots, number, self._workers) for slots in is_open))
-            # What is queued in a worker may be of the last class, so no worker has a part of the reserved slots.
+            # The queued requests of a worker may be of the last class, so no worker has a part of the reserved slots.
             all_open = min(max(limit - each.reserved, 1) for each in self.classes.values())
             server.guarantee([worker_share(all_open, number - self._number + each, self._workers) for each in range(self._workers)])
 
