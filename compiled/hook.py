@@ -60,6 +60,7 @@ MODULES = (
     "gateway.proxy.request_services",
     "gateway.proxy.response",
     "gateway.proxy.upstream_request",
+    "gateway.system.file_lock",
     "gateway.telemetry.access_log",
     "gateway.telemetry.metrics",
     "gateway.telemetry.request_record",

@@ -161,7 +161,7 @@ class MeasuredStream:
 
 
 class ClassSlots:
-    """The slots of a model's servers that are open to the classes after one. ``adaptive``: None for a fixed number.
+    """The slots of a model's servers that are open to the classes after a class. ``adaptive``: None for a fixed number.
 
     ``ratios``: the cells of each objective that the slots follow.
     """
@@ -240,11 +240,11 @@ class ModelSlots:
             each.follow(least)
         for number, server in enumerate(self._servers, self._number):
             limit = int(server.limit)
-            is_open = (max(limit - each.reserved, 1) for each in self.classes.values())
+            is_open = [max(limit - each.reserved, 1) for each in self.classes.values()]
             server.reserve(tuple(limit - worker_share(slots, number, self._workers) for slots in is_open))
             # The queued requests of a worker may be of the last class, so no worker has a part of the reserved slots.
-            all_open = min(max(limit - each.reserved, 1) for each in self.classes.values())
-            server.guarantee([worker_share(all_open, number - self._number + each, self._workers) for each in range(self._workers)])
+            index = number - self._number
+            server.guarantee([worker_share(min(is_open), worker + index, self._workers) for worker in range(self._workers)])
 
     def in_use(self, tier: int) -> float:
         """Return the part of the open slots that later classes use, on the server where it is largest."""

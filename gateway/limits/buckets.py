@@ -17,7 +17,6 @@ windows has a separate record (see ``windows``), named after the holder and the 
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -32,6 +31,7 @@ from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, Holder
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import RING_CELLS, SPENT, USED, BudgetState, Capacity, ExceededLimit, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
+from gateway.system.file_lock import FileLock
 
 _CAPACITY = 128 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
 NO_LIMITS = Limits()
@@ -65,7 +65,7 @@ class Buckets:
         self._read = 0  # bytes of the records that are indexed
         self._announced = 0
         self._waits_for_worker = False
-        self._lock = Lock() if fd < 0 else _Lock(fd)
+        self._lock = Lock() if fd < 0 else FileLock(fd)
         with self._lock:
             self._find_new_records()
             if worker is not None:
@@ -323,16 +323,3 @@ def _ring(name: str, window: str) -> str:
 
 
 _UNLOCKED = nullcontext()
-
-
-class _Lock:
-    """The lock between processes, on the file. It is a POSIX lock, so the kernel releases it when its process dies."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)

@@ -8,13 +8,13 @@ misses one checks again at its next tick.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 
 from gateway.admission.inflight import worker_share
+from gateway.system.file_lock import FileLock
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.balancing.shared_limit import Peer, SharedLimit
 
@@ -73,7 +73,7 @@ class SharedSlots:
     def limit(self, model: str, server: str, index: int, whole: int) -> SharedLimit:
         """Return the limit of a server. ``index``: its place in the model. For each server, another worker has the remainder."""
         parts = [worker_share(whole, number + index, self._workers) for number in range(self._workers)]
-        lock = _Lock(self._signals.locks, int.from_bytes(sha256(server.encode()).digest()[:7]))
+        lock = FileLock(self._signals.locks, 1, int.from_bytes(sha256(server.encode()).digest()[:7]))
         queued = self._metrics.cells("queued_requests", model)
         return SharedLimit(whole, self._number, parts, queued, lock, self._peers(model, server), self._signals.wake)
 
@@ -90,17 +90,3 @@ class SharedSlots:
             return known
 
         return peers
-
-
-class _Lock:
-    """The lock of a server: one byte of a file. It is a POSIX lock, so the kernel releases it when its process dies."""
-
-    def __init__(self, fd: int, offset: int) -> None:
-        self._fd = fd
-        self._offset = offset
-
-    def __enter__(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._offset)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._offset)

@@ -221,7 +221,7 @@ class Server:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other workers take of its slots."""
+        """Whether other workers use its slots, too."""
         return False
 
     @property

@@ -102,7 +102,7 @@ class SharedServer(Server):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other workers take of its slots."""
+        """Whether other workers use its slots, too."""
         return self.shared is not None
 
     @property
