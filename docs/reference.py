@@ -94,7 +94,7 @@ def holds(shape: Mapping[str, Any]) -> str:
 
 def _kind(shape: Mapping[str, Any]) -> str:
     if "enum" in shape:
-        return ", ".join(f"`{value}`" for value in shape["enum"])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in shape["enum"])
     unit = next((text for mark, text in _UNITS.items() if f"{mark}|" in shape.get("pattern", "")), None)
     if unit is not None:
         return unit

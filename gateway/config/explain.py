@@ -135,7 +135,7 @@ def _sections_with(model: type[BaseModel], name: str, path: str = "") -> Iterato
 
 
 def _no_choice(detail: ErrorDetails) -> str:
-    expected = detail["ctx"]["expected"].replace("'", "`")
+    expected = detail["ctx"]["expected"].replace("'", "`").replace("False", "`false`")
     hint = did_you_mean(detail["input"], re.findall("`(.*?)`", expected)) if isinstance(detail["input"], str) else ""
     return f"expected {expected}{hint}"
 

@@ -424,6 +424,11 @@ class Model(_Named):
     running_usage: Flag = setting(
         "count truncated streams exactly, if a ledger or a limit counts their tokens; false: by their events", True
     )
+    resume: Literal["exact", "sampled", False] = setting(
+        "continue a stream on another server when its server fails or drains: `exact`, if the response stays the same; `sampled`, also "
+        "other responses with `temperature`, whose rest is drawn anew; `false`, never",
+        "exact",
+    )
     price: Price | None = setting("prices of its tokens")
     task: Task | None = setting("task in the model list; default: from the launch arguments and the servers")
     capabilities: tuple[Capability, ...] | None = setting("capabilities in the model list; default: from the launch arguments")

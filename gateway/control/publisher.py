@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
-from gateway.fleet.observed_servers import conditions, max_model_len, tasks
+from gateway.fleet.observed_servers import conditions, max_model_len, tasks, with_scale_out
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.monitoring.discovery import discovered_models
 from gateway.monitoring.server_observer import ServerObserver
@@ -111,4 +111,11 @@ class Publisher:
         now, before, self.published = time.time(), self.published, present  # every change is published, so none is missed
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}
         lengths, limits = max_model_len(config, observed), self.max_inflight()
-        return Health(present, lengths, self.expected(), tasks=tasks(config, observed), max_inflight=limits)
+        return Health(
+            present,
+            lengths,
+            self.expected(),
+            tasks=tasks(config, observed),
+            max_inflight=limits,
+            scale_out=with_scale_out(observed),
+        )

@@ -15,6 +15,7 @@ from gateway.config import Config, plain_variables
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchSpec
+from upstream.vllm.capabilities import task_of
 from upstream.vllm.command_line import Adapter, LaunchSettings, flag_of
 from upstream.vllm.concurrency import Bounds, most_useful
 from upstream.vllm.presets import with_preset
@@ -107,11 +108,12 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
     hosts = model.body.media_hosts
     any_host = any(host.startswith("*") and "." not in host for host in hosts)
     no_redirects = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if hosts and not any_host else {}
+    args = with_preset(launch.preset, launch.args)
     return LaunchSettings(
         model=launch.model or model.id,
         served_names=(model.id,),
         command=launch.command,
-        args=with_preset(launch.preset, launch.args),
+        args=args,
         env=no_redirects | plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
@@ -119,4 +121,5 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         drain=config.server.drain,
         cached_tokens=model.balance == EVENTS_POLICY,
         kv_events=uses_kv_events(model),
+        scale_out=bool(model.resume) and launch.replicas > 1 and task_of(args) in (None, "chat"),
     )

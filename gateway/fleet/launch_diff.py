@@ -25,8 +25,11 @@ class LaunchDiff:
 
 
 def comparable(specs: Sequence[LaunchSpec]) -> Mapping[str, LaunchSettings]:
-    """Return the settings that decide whether a server has changed, by name. The drain time may change while a server runs."""
-    return {spec.name: replace(spec.settings, drain=0.0) for spec in specs}
+    """Return the settings that decide whether a server has changed, by name.
+
+    The drain time may change while a server runs. The scale-out routes are not worth a restart: they are missing until the next one.
+    """
+    return {spec.name: replace(spec.settings, drain=0.0, scale_out=False) for spec in specs}
 
 
 def launch_diff(running: Sequence[LaunchSpec], wanted: Sequence[LaunchSpec]) -> LaunchDiff:

@@ -135,6 +135,11 @@ def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
     return known | {split: values[0] for split, values in _of_splits(config, known).items() if len(set(values)) == 1}
 
 
+def with_scale_out(observed: ObservedServers) -> frozenset[str]:
+    """Return the servers that have vLLM's scale-out routes."""
+    return frozenset(name for name, probe in observed.probes.items() if probe.scale_out)
+
+
 def _of_splits(config: Config, known: Mapping[str, T]) -> dict[str, list[T]]:
     """Return the values of the models of each split, for splits whose models all have one."""
     ids = config.model_ids

@@ -143,6 +143,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         has_auto_max_inflight=model.max_inflight == "auto",
         body=_made(snapshot.BodyRules, model.body),
         rewrite=model.rewrite_model,
+        resume=snapshot.Resume(model.resume or "off"),
         created=created,
         price=None if model.price is None else _price(model.price),
         task=model.task or (None if args is None else task_of(args)),

@@ -28,6 +28,7 @@ class Health(msgspec.Struct, tag=True, frozen=True):
 
     ``expected`` gives, by model ID, when a model that is down may be up, in seconds of the monotonic clock. Requests do not wait for a
     model that is neither up nor in it. ``number`` grows with each message. ``max_inflight``: of each server for which it is ``auto``.
+    ``scale_out``: the servers that have vLLM's scale-out routes.
     """
 
     conditions: Mapping[str, Condition]
@@ -36,6 +37,7 @@ class Health(msgspec.Struct, tag=True, frozen=True):
     number: int = 0
     tasks: Mapping[str, str] = {}
     max_inflight: Mapping[str, int] = {}
+    scale_out: frozenset[str] = frozenset()
 
 
 class ApplySnapshot(msgspec.Struct, tag=True, frozen=True):

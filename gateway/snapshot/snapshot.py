@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -251,6 +252,14 @@ class Recording:
     region: str = "us-east-1"
 
 
+class Resume(StrEnum):
+    """Which streams are continued on another server: exact ones only, also sampled ones, or none."""
+
+    EXACT = "exact"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class BodyRules:
     """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""
@@ -332,6 +341,7 @@ class Model:
     rewrite: bool = False
     running_usage: bool = True
     """Streams whose tokens are counted request the server's running usage."""
+    resume: Resume = Resume.EXACT
     created: int = 0
     parent: str | None = None
     served: str | None = None

@@ -36,6 +36,25 @@ class ReadGapCounts(Protocol):
         """In seconds."""
 
 
+class Continuation(msgspec.Struct, frozen=True, gc=False):
+    """A stream that lost its server, and was to be continued on another one.
+
+    ``server`` is the lost one, and ``cause`` the reason of its failure. ``path`` is ``token_ids`` or ``regeneration``. ``outcome`` is
+    ``continued``, ``failed`` (no server could continue it) or ``different`` (a regenerated response was not equal to what had been sent).
+    ``gap``: seconds from the loss to the next event; None unless it was continued. ``lost_tokens`` were made again, and ``prompt_tokens``
+    are those of the second prefill. ``sampled``: the rest of the response is another draw.
+    """
+
+    server: str
+    cause: str
+    path: str
+    outcome: str
+    gap: float | None = None
+    lost_tokens: int = 0
+    prompt_tokens: int = 0
+    sampled: bool = False
+
+
 class RequestRecord(msgspec.Struct, eq=False, gc=False):
     """One finished request. Times are in seconds; ``started`` is since the epoch.
 
@@ -49,7 +68,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     ``path`` are set only for a path that is not served. ``param`` is the path of the invalid field, with names of the tables in
     ``body_shape`` only. ``unknown_model`` is the name in the request if no model was found: a client's text, and never a label.
     ``reason`` is the name of the exceeded limit, or the reason of a server's failure, and ``limit_holder`` has the exceeded limit.
-    ``nearest_limit`` names the budget that was used the most, if it was nearly used.
+    ``nearest_limit`` names the budget that was used the most, if it was nearly used. ``continuations`` are in the order of the failures.
 
     Every request has the first eight fields. The others are set as far as they are known.
 
@@ -95,6 +114,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     reason: str | None = None
     limit_holder: str | None = None
     nearest_limit: str | None = None
+    continuations: tuple[Continuation, ...] = ()
 
 
 def requested_model(record: RequestRecord) -> str | None:

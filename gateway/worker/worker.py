@@ -174,6 +174,8 @@ class Worker:
                 self._apply_placements()  # of the earlier process
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
+        for live in self.fleet:
+            live.scale_out = live.name in health.scale_out
         self.app.health = health
         if health.max_inflight:
             for model in self.snapshot.bases:

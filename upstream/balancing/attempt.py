@@ -21,7 +21,16 @@ from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.chunked import ChunkedDecoder
 from upstream.http.connection import Connection
 from upstream.http.deadlines import Deadlines, Timeouts
-from upstream.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, LocalLimit, StaleConnection, TotalTimeout, UpstreamError
+from upstream.http.errors import (
+    ConnectFailed,
+    FirstByteTimeout,
+    IdleTimeout,
+    LocalLimit,
+    Moved,
+    StaleConnection,
+    TotalTimeout,
+    UpstreamError,
+)
 from upstream.http.inline_task import Signal
 from upstream.http.response_head import Headers
 
@@ -368,7 +377,7 @@ class Attempt:
             server.finish_exchange(self.facts.tier)  # this call may start a queued request
 
     def _record_failure(self, server: Server, error: UpstreamError) -> None:
-        if error not in self.failures and not isinstance(error, LocalLimit):
+        if error not in self.failures and not isinstance(error, LocalLimit | Moved):
             self.failures.append(error)
             server.record_failure(error)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
@@ -22,7 +22,7 @@ from upstream.cells import Cells
 from upstream.http.address import Address
 from upstream.http.connection import Connection, IdleConnections, connect, remembered_headers
 from upstream.http.deadlines import TICK
-from upstream.http.errors import ConnectFailed, UpstreamError
+from upstream.http.errors import ConnectFailed, Moved, UpstreamError
 from upstream.http.write_batching import WriteBatch
 
 _PREFILL_SPEED, _SLOWEST = 2000.0, 500.0  # bytes of requests per second: before the first measurement, and at least
@@ -65,6 +65,13 @@ class Progress(NamedTuple):
     prefill: float
 
 
+class MovableResponse(Protocol):
+    """A response that another server can continue."""
+
+    def fail(self, error: UpstreamError) -> None:
+        """End it with this error."""
+
+
 class Server:
     """The live side of one server."""
 
@@ -92,6 +99,10 @@ class Server:
         """The rankings to update when the load or the availability changes."""
         self.ejected_cells: Cells = [0.0]
         """Cell 0 is 1 while the server is ejected."""
+        self.scale_out = False
+        """Whether the server has the routes that continue a chat from its token IDs."""
+        self.movable: set[MovableResponse] = set()
+        """The responses that another server can continue."""
         self.waited_for = False
         """Whether a response was awaited since ``take_progress``."""
         self.waiting_bytes = 0
@@ -267,6 +278,11 @@ class Server:
         self.recently_failed = False
         self.ejected_cells[0] = 0.0
         self.update_rankings()
+
+    def move_responses(self) -> None:
+        """End the responses that another server can continue."""
+        for response in tuple(self.movable):
+            response.fail(Moved(self.spec.name, "the server is drained"))
 
     def measure_prefill(self, size: int, seconds: float) -> None:
         """Learn the speed of the prefill from a stream: ``size`` bytes of a request, and the seconds until its first event."""

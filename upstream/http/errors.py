@@ -93,6 +93,12 @@ class Aborted(UpstreamError):
     reason = "aborted"
 
 
+class Moved(UpstreamError):
+    """The gateway ended the response to continue it on another server. It does not count as a failure of the server."""
+
+    reason = "moved"
+
+
 class LocalLimit(UpstreamError):
     """No connection could be opened because the gateway has no file descriptor, port or memory left.
 

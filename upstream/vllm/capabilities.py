@@ -20,6 +20,9 @@ TASK_ROUTES: Mapping[str, str] = {
 """POST routes that vLLM registers for one task only (launchers/api_server/routers.py), and the task. The first route that a server has
 decides: embedding models also have the reranking route, and chat models may transcribe."""
 
+SCALE_OUT_ROUTE = "/v1/chat/completions/derender"
+"""A route of ``--enable-scale-out`` (scale_out/factories.py in vLLM 0.32). It rejects an empty object, without the engine."""
+
 _GENERATIVE_FLAGS = frozenset({"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice"})
 _CONVERTED = {"embed": "embedding", "classify": "classify"}
 

@@ -60,7 +60,8 @@ class LaunchSettings:
     ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` overrides the inherited environment. ``listen``: ``tcp`` for
     a command without ``--uds``. ``sleeps``: the server can be put to sleep. ``drain``: seconds that vLLM itself gives its requests in
     flight when something other than the gateway stops it. ``adapters`` are served in addition to the model. ``cached_tokens``: the
-    server reports the cached tokens of each prompt. ``kv_events``: it publishes the events of its prefix cache.
+    server reports the cached tokens of each prompt. ``kv_events``: it publishes the events of its prefix cache. ``scale_out``: it serves
+    the routes that continue a chat from its token IDs.
     """
 
     model: str
@@ -75,6 +76,7 @@ class LaunchSettings:
     drain: float = 0.0
     cached_tokens: bool = False
     kv_events: bool = False
+    scale_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ def _default_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
         "enable-sleep-mode": settings.sleeps,
         "shutdown-timeout": is_known and math.ceil(settings.drain),
         "enable-prompt-tokens-details": is_known and settings.cached_tokens,
+        "enable-scale-out": is_known and settings.scale_out,
     }
     return {flag: value for flag, value in wanted.items() if value}
 

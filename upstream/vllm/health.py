@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 from upstream.http.address import Address
 from upstream.http.errors import LocalLimit, UpstreamError
 from upstream.vllm.bounded_get import get
-from upstream.vllm.capabilities import TASK_ROUTES
+from upstream.vllm.capabilities import SCALE_OUT_ROUTE, TASK_ROUTES
 
 if TYPE_CHECKING:
     import httpx2
@@ -73,7 +73,7 @@ class ServerHealth:
     """The health of a server.
 
     ``reason``: why it is down, or why its models are unknown; empty otherwise. ``task``: the server's task, derived from its routes; None
-    if they do not show it.
+    if they do not show it. ``scale_out``: it has vLLM's scale-out routes.
     """
 
     name: str
@@ -81,6 +81,7 @@ class ServerHealth:
     reason: str = ""
     models: tuple[ModelCard, ...] = ()
     task: str | None = None
+    scale_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +115,13 @@ def apply_result(before: ProbeHistory | None, name: str, seen: ProbeResult) -> P
     A server is up after one success, and down after two failures in a row. It is down immediately if no process listens, if it rejects the
     key, or if nothing is known yet.
     """
-    task = before.health.task if before else None
+    known = replace(before.health, name=name) if before else ServerHealth(name, False)
     if seen.up:
-        known = before.health.models if before else ()
-        return ProbeHistory(ServerHealth(name, True, seen.reason, known if seen.models is None else seen.models, task))
+        return ProbeHistory(replace(known, up=True, reason=seen.reason, models=known.models if seen.models is None else seen.models))
     failures = before.failures + 1 if before else 1
     if before and before.health.up and not (seen.conclusive or seen.refused) and failures < FAILURES_UNTIL_DOWN:
         return ProbeHistory(before.health, failures)
-    return ProbeHistory(ServerHealth(name, False, seen.reason, before.health.models if before else (), task), failures)
+    return ProbeHistory(replace(known, up=False, reason=seen.reason), failures)
 
 
 def needs_new_process(history: ProbeHistory, seen: ProbeResult) -> bool:
@@ -191,19 +191,28 @@ class HealthCheck:
         except ValueError:
             return replace(default, reason="GET /v1/models: not a list of models")
 
-    async def detect_task(self) -> str | None:
-        """Return the task of a server that is up: a POST route returns 405 for a GET. None if the routes do not show it."""
+    async def detect_routes(self) -> tuple[str | None, bool]:
+        """Return the task of a server that is up, and whether it has the scale-out routes.
+
+        A POST route returns 405 for a GET. The task is None if the routes do not show it.
+        """
         with suppress(TimeoutError, UpstreamError):  # the next probe of the models tries again
             async with asyncio.timeout(self._deadline):
                 for path, task in TASK_ROUTES.items():
                     status, _ = await self._get(path)
+                    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+                        return task, task == "chat" and await self._has_scale_out()
                     if status != HTTPStatus.NOT_FOUND:
-                        return task if status == HTTPStatus.METHOD_NOT_ALLOWED else None
-        return None
+                        break
+        return None, False
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        target = self._target
-        return await get(target.address, path, api_key=target.api_key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT)
+    async def _has_scale_out(self) -> bool:
+        status, _ = await self._get(SCALE_OUT_ROUTE, posted="{}")
+        return status == HTTPStatus.BAD_REQUEST
+
+    async def _get(self, path: str, posted: str | None = None) -> tuple[int, bytes]:
+        address, key = self._target.address, self._target.api_key
+        return await get(address, path, api_key=key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT, posted=posted)
 
 
 def _no_listener(error: UpstreamError) -> bool:
@@ -240,7 +249,7 @@ class _ServerProbe:
             if seen is not None:
                 self._record(seen, before)
                 if seen.models is not None and (before is None or not before.up or before.task is None):
-                    self._record_task(await check.detect_task())
+                    self._record_routes(*await check.detect_routes())
         except Exception:  # the outer edge: a bug with one server must not end its probes, or those of others
             log.exception("probe of %s", self._target.name)
 
@@ -255,10 +264,10 @@ class _ServerProbe:
         if needs_new_process(self.history, seen):
             self._notify(self._prober.on_lost)
 
-    def _record_task(self, task: str | None) -> None:
+    def _record_routes(self, task: str | None, scale_out: bool) -> None:
         history = self.history
-        if history is not None and history.health.task != task:
-            self.history = replace(history, health=replace(history.health, task=task))
+        if history is not None and history.health != (health := replace(history.health, task=task, scale_out=scale_out)):
+            self.history = replace(history, health=health)
             self._notify(self._prober.on_change)
 
     def _notify(self, listener: Callable[[ServerHealth], None]) -> None:

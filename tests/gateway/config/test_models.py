@@ -93,6 +93,7 @@ models:
     price: {prompt: 0.5, completion: 2}
     rewrite_model: true
     running_usage: false
+    resume: false
     balance: prefix
   - {id: b, discover: {kubernetes: {service: vllm, port: http}}}
   - {id: c, discover: {dns: {name: vllm.svc, port: 8000}}}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.upstream.simulator.test_process import Simulated, running
+from upstream.http.address import Address
+from upstream.vllm.health import HealthCheck, ProbeTarget
 
 Body = dict[str, Any]
 
@@ -143,3 +145,10 @@ def test_text_is_not_simulated(simulated: Simulated) -> None:
     assert simulated.post(DERENDER, {"generate_response": {}}).status_code == 501
     tag = {"structured_outputs": {"structural_tag": "{}"}}
     assert simulated.post(GENERATE, {"token_ids": [300], "sampling_params": tag}).status_code == 501
+
+
+@pytest.mark.parametrize("flags", [["--enable-scale-out"], []])
+async def test_a_probe_detects_the_routes(flags: list[str]) -> None:
+    with running("--sim-tokens-per-second", "0", *flags) as simulated:
+        check = HealthCheck(ProbeTarget("s", Address.parse(simulated.url)), 30)
+        assert await check.detect_routes() == ("chat", bool(flags))

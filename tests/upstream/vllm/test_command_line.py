@@ -220,6 +220,12 @@ def test_otherwise_the_flag_is_not_added(settings: LaunchSettings, folder: str |
 
 
 @pytest.mark.parametrize("command", [("vllm", "serve"), ("serve-model",)])
-def test_cached_tokens_are_reported_where_the_flag_is_known(command: tuple[str, ...]) -> None:
-    argv = command_line(LaunchSettings("m", ("m",), command=command, cached_tokens=True), UDS, KEY).argv
-    assert ("--enable-prompt-tokens-details" in argv) is (command[0] == "vllm")
+def test_flags_for_the_gateway_are_set_where_they_are_known(command: tuple[str, ...]) -> None:
+    argv = command_line(LaunchSettings("m", ("m",), command=command, cached_tokens=True, scale_out=True), UDS, KEY).argv
+    for flag in ("--enable-prompt-tokens-details", "--enable-scale-out"):
+        assert (flag in argv) is (command[0] == "vllm")
+
+
+def test_the_operator_may_close_the_scale_out_routes() -> None:
+    argv = command_line(LaunchSettings("m", ("m",), args={"enable-scale-out": False}, scale_out=True), UDS, KEY).argv
+    assert argv[-1] == "--no-enable-scale-out" and "--enable-scale-out" not in argv

@@ -17,7 +17,7 @@ from tests.support.rows import each_row
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.http.address import Address
-from upstream.vllm.capabilities import TASK_ROUTES
+from upstream.vllm.capabilities import SCALE_OUT_ROUTE, TASK_ROUTES
 from upstream.vllm.health import (
     BODY_LIMIT,
     FAILURES_UNTIL_LOST,
@@ -276,6 +276,19 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
         async with probing(reported, ProbeTarget("s", server.address)):
             await until(lambda: last in fake.requests and reported[-1].task == task)
             assert reported[-1] == ServerHealth("s", True, "", CARDS, task)
+
+
+@pytest.mark.parametrize(("status", "scale_out"), [(400, True), (403, False), (404, False), (200, False)])
+async def test_a_chat_server_shows_whether_it_has_the_scale_out_routes(status: int, scale_out: bool) -> None:
+    fake = FakeServer()
+    fake.routes |= {"/v1/chat/completions": (405, b""), SCALE_OUT_ROUTE: (status, b"")}
+    async with listening(fake) as server:
+        reported = Reported()
+        async with probing(reported, ProbeTarget("s", server.address)):
+            await until(lambda: reported[-1].task == "chat")
+            assert reported[-1] == ServerHealth("s", True, "", CARDS, "chat", scale_out)
+            await until(lambda: server.requests.count("/health") > 4)
+    assert server.requests.count(SCALE_OUT_ROUTE) == 1, "it is probed once for each start"
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:
