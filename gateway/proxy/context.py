@@ -39,7 +39,7 @@ from gateway.recording.recorder import HEADER as RECORDED
 from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
-from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, explained
+from gateway.telemetry.request_record import USER_LIMIT, Continuation, RequestRecord, explained
 from upstream.balancing.attempt import Attempt
 from upstream.balancing.cost_model import Placement
 from upstream.balancing.pool import NoServerError
@@ -110,6 +110,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """The error that the client got."""
     capture: Capture | None = None
     """The record of the request with its bodies, if it is recorded."""
+    continuations: tuple[Continuation, ...] = ()
+    """How the stream was continued on other servers."""
     reason: str | None = None
     """The reason of the failure of a server, if the client got an error for it."""
 
@@ -307,6 +309,7 @@ class RequestContext(msgspec.Struct, eq=False):
         record.trace = request.trace
         record.client = connection.client_of(request.head.headers) if connection.proxied else connection.address
         record.incomplete = self.incomplete
+        record.continuations = self.continuations
         if self.code is not None:
             record.code, record.detail = self.code, self.detail
         if self.refusal is not None:

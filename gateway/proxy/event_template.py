@@ -45,6 +45,7 @@ _TEXTS: Mapping[Dialect, Sequence[Path]] = {
 TEXT = re.compile(rb'[^\x00-\x1f"\\]*(?:\\["\\/bfnrt][^\x00-\x1f"\\]*)*"')
 """The rest of a JSON string, without escaped code units."""
 _NUMBER = re.compile(rb'(?<=":)(?:0|[1-9][0-9]*)(?=[,}\]])')
+_RECORDED_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 _NUMBER_PATTERN = rb"(?:0|[1-9][0-9]*)"
 
 
@@ -63,6 +64,25 @@ class EventTemplate(NamedTuple):
     end_size: int
 
 
+class RecordedTemplate(NamedTuple):
+    """An ordinary event with token IDs, which its client does not get, alone in its chunk."""
+
+    start: bytes
+    """The bytes before the text, from the first byte of the event."""
+    end: bytes
+    """The bytes after the text, from its quote to the first token ID."""
+    rest: re.Pattern[bytes]
+    """Matches the bytes from the first token ID to the end of the chunk; its group is the IDs."""
+    shown: bytes
+    """What the client gets in place of ``rest``."""
+    usage: int
+    """The bytes from the last token ID to the running usage, which is left out; -1 if there is none."""
+    start_size: int
+    end_size: int
+
+
+NO_RECORDED = RecordedTemplate(b"\0", b"\0", re.compile(b"\0()"), b"", -1, 1, 1)
+"""The template of a recorded stream without one."""
 NO_TEMPLATE = EventTemplate(b"\0", b"\0", None, -1, 1, 1)
 """The template of a stream without one: no event has it."""
 
@@ -70,17 +90,19 @@ NO_TEMPLATE = EventTemplate(b"\0", b"\0", None, -1, 1, 1)
 class TemplateLearner:
     """Makes the templates of one stream from its ordinary events."""
 
-    __slots__ = ("_attempts", "_texts", "template")
+    __slots__ = ("_attempts", "_texts", "recorded", "template")
 
     def __init__(self, dialect: Dialect) -> None:
         self._texts = _TEXTS[dialect]
         self._attempts = _ATTEMPTS
         self.template = NO_TEMPLATE
         """The template of the last ordinary event that had one."""
+        self.recorded = NO_RECORDED
+        """The template of the last ordinary event with token IDs."""
 
     def forget(self) -> None:
         """Forget the template: the next event must be parsed."""
-        self.template = NO_TEMPLATE
+        self.template, self.recorded = NO_TEMPLATE, NO_RECORDED
 
     def learn(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
         """Make the template of an ordinary event. ``shown``: what the client gets of it, without its running usage."""
@@ -92,6 +114,41 @@ class TemplateLearner:
                 self._attempts -= 1
                 self.template = _template(event, document, path, text, shown) or self.template
                 return
+
+    def learn_recorded(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
+        """Make the template of an ordinary event with token IDs. ``shown``: what the client gets of it; ``document``: without IDs."""
+        if not self._attempts:
+            return
+        for path in self._texts:
+            text = _value_at(document, path)
+            if isinstance(text, str) and text:
+                self._attempts -= 1
+                self.recorded = _recorded(event, document, path, text, shown) or self.recorded
+                return
+
+
+def _recorded(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> RecordedTemplate | None:
+    """Return the template of an event with token IDs and this text; None if it is not written as vLLM writes it."""
+    written = orjson.dumps(text)
+    at = event.find(written) + 1
+    quote = at + len(written) - 2  # the one behind the text
+    start, end = event[:at], event[quote:]
+    found = _RECORDED_IDS.search(end)
+    if found is None or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END):
+        return None
+    before, ids, behind = end[: found.start(1)], found[1], end[found.end(1) :]
+    # With null in place of the IDs, the event must be the document, and the text alone at its path.
+    if at == 0 or not _is_at(start, before[:-1] + b"null" + behind[1:], document, path, text):
+        return None
+    usage = behind.find(USAGE_START)
+    unchanged = behind if usage < 0 else behind[:usage] + EVENT_END
+    rest = b"null" + unchanged[1:]
+    if shown != event[: quote + len(before) - 1] + rest or re.fullmatch(rb"[0-9,]+", ids) is None:
+        return None
+    numbers = behind if usage < 0 else behind[usage:]
+    literal = b"" if usage < 0 else behind[:usage]
+    pattern = re.escape(literal) + _NUMBER_PATTERN.join(map(re.escape, _NUMBER.split(numbers + _FRAME_END)))
+    return RecordedTemplate(start, before, re.compile(rb"([0-9]+(?:,[0-9]+)*)" + pattern), rest, usage, at, len(before))
 
 
 def _template(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> EventTemplate | None:

@@ -28,6 +28,7 @@ from gateway.limits.reservation import reservation_of
 from gateway.prompts.token_keys import add_token_keys
 from gateway.proxy.body import prepare_request
 from gateway.proxy.context import Fallbacks, RequestContext
+from gateway.proxy.continued import continue_stream, may_continue
 from gateway.proxy.form import Form
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
@@ -35,7 +36,7 @@ from gateway.proxy.response import EventRelay, choose_relay, is_stream, read_err
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import finished, is_small
-from upstream.balancing.attempt import Attempt, UpstreamResponse
+from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import ConnectFailed, UpstreamError
 
@@ -80,7 +81,9 @@ async def handle_request(request: ClientRequest, worker: RequestServices) -> Non
                     return await _forward(upstream, context, key)
                 except (NoServerError, ConnectFailed, Refusal) as error:
                     upstream = await _next_fallback(error, context)
-                except (asyncio.CancelledError, UpstreamError):
+                except (asyncio.CancelledError, UpstreamError) as error:
+                    if upstream.plan is not None and may_continue(error, context):
+                        return await _continue(error, upstream, context, key)
                     if context.needs_prompt_count:
                         await _count_prompt(upstream, context)
                     raise
@@ -180,7 +183,7 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         try:
             response = await attempt.send(upstream.compose, upstream.body.upload)
         except NoServerError as error:
-            response = await _send_from_queue(error, attempt, upstream, context, key)
+            response = await _send_from_queue(error, attempt, upstream.compose, upstream, context, key)
         context.handover = monotonic() - response.last_byte_at
         if context.keepalive is not None and not is_stream(response):
             context.keepalive.end()
@@ -195,8 +198,27 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         await response_relay.run()
 
 
+async def _continue(error: BaseException, upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:
+    """Relay the rest of a stream whose server was lost from other servers. Raises the error if none can continue it."""
+    try:
+        with context.worker.metrics.in_flight(upstream.model.model.id):
+            await continue_stream(error, upstream, context, partial(_send_rest, upstream, context, key))
+    except (asyncio.CancelledError, UpstreamError):
+        if context.needs_prompt_count:
+            await _count_prompt(upstream, context)
+        raise
+
+
+async def _send_rest(upstream: UpstreamRequest, context: RequestContext, key: Key, attempt: Attempt, compose: Compose) -> UpstreamResponse:
+    """Send the request for the rest of a stream, or queue it until a server can take it. Raises Refusal and UpstreamError."""
+    try:
+        return await attempt.send(compose)
+    except NoServerError as error:
+        return await _send_from_queue(error, attempt, compose, upstream, context, key)
+
+
 async def _send_from_queue(
-    error: NoServerError, attempt: Attempt, upstream: UpstreamRequest, context: RequestContext, key: Key
+    error: NoServerError, attempt: Attempt, compose: Compose, upstream: UpstreamRequest, context: RequestContext, key: Key
 ) -> UpstreamResponse:
     """Queue the request until a server of its model can take it, and send it. Raises Refusal and UpstreamError.
 
@@ -218,7 +240,7 @@ async def _send_from_queue(
         slot.output = context.tokens_so_far
         attempt.use_pool(worker.active.catalog.pool(model) or upstream.model.pool)
         try:
-            return await attempt.send(upstream.compose, upstream.body.upload)
+            return await attempt.send(compose, upstream.body.upload)
         except NoServerError:
             slot.finish()
 

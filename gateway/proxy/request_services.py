@@ -56,6 +56,8 @@ class RequestServices:
         """The drain timeout has expired: requests are refused."""
         self.deadlines = Deadlines()
         self.side_requests = SideRequests(self.deadlines)
+        self.continuations = SideRequests(self.deadlines)
+        """Requests that render and derender the continued streams of chats."""
         self.steps = Steps()
         self.tokenization = Tokenization(SideRequests(self.deadlines))
         self.engine_caches: Mapping[str, EngineCaches] = {}

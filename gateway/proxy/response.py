@@ -38,8 +38,9 @@ from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
+from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import FastPath
+from gateway.proxy.fast_path import FastPath, RecordedFastPath
 from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
@@ -322,23 +323,66 @@ class EventRelay(ResponseRelay):
         self._leading = b""  # blank lines before the first event, which are sent with it
         self._lacks_line_feed = False  # the LF of the CRLF that ended a hidden event comes with the next read
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
+        self.record = None if upstream.plan is None else TokenRecord(self._dialect, upstream.request.body.hold)
+        """The record of the stream, if it may be continued on another server."""
 
     async def run(self) -> None:
         """Relay to the end.
 
-        Raises UpstreamError if the stream is truncated, and Refusal for an error that is the first event, before anything is sent.
+        Raises UpstreamError if the stream is truncated, and Refusal for an error that is the first event, before anything is sent. If the
+        stream is recorded, ``end_truncated`` must be called after an UpstreamError, unless the stream is continued.
         """
-        request, response = self._request, self._response
+        response = self._response
         self.first_byte = response.last_byte_at
         response.keep_close()
-        _connect(request, response, self._receive)
-        try:
-            await response.wait_complete()
-        except UpstreamError:
-            rest = self._splitter.take()
-            is_line_feed = rest == b"\n" and not self._lacks_line_feed  # of the CRLF of the last event that was sent
-            self._write(self._renamed(self._release({})) + (rest if is_line_feed else b""))
-            raise
+        if self.record is None:
+            try:
+                await self._relay(response, self.receive)
+            except UpstreamError:
+                self.end_truncated()
+                raise
+        else:
+            with response.movable():
+                await self._relay(response, self.receive)
+        self.finish()
+
+    async def _relay(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
+        """Pass the response to a sink until it has ended. Raises UpstreamError if it is truncated."""
+        _connect(self._request, response, sink)
+        await response.wait_complete()
+
+    async def continue_with(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
+        """Relay the rest of the stream, which is in another response. ``sink`` passes its events to ``receive``. Raises UpstreamError."""
+        self.take_over(response)
+        with response.movable():
+            await self._relay(response, sink)
+        self.finish()
+
+    @property
+    def response(self) -> UpstreamResponse:
+        """The response that is relayed now."""
+        return self._response
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of the reasoning that were sent; None if the server does not count them."""
+        usage = None if self._running is None else self._running.usage
+        return None if usage is None else usage.reasoning
+
+    def take_over(self, response: UpstreamResponse) -> None:
+        """Let another response continue the stream. The start of an event of the former response is left out."""
+        self._response = response
+        self._splitter.take()
+
+    def end_truncated(self) -> None:
+        """Send what was held back: the stream ends before its last event."""
+        rest = self._splitter.take()
+        is_line_feed = rest == b"\n" and not self._lacks_line_feed  # of the CRLF of the last event that was sent
+        self._write(self._renamed(self._release({})) + (rest if is_line_feed else b""))
+
+    def finish(self) -> None:
+        """End the response after its last event. Raises Disconnected if the server has sent none, and Refusal as ``run`` does."""
+        request, response = self._request, self._response
         if self._first_error is not None:
             raise self._first_error
         # The server has ended its body. The stream must have ended before.
@@ -350,7 +394,8 @@ class EventRelay(ResponseRelay):
         request.write(rest)
         request.finish_response()
 
-    def _receive(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
+        """Receive the next bytes of the stream."""
         if self._first_error is not None:
             return  # only that error is sent: by its status, or as an event if a comment has been sent
         try:
@@ -359,11 +404,15 @@ class EventRelay(ResponseRelay):
                 self._forward(events)
         except EventTooLongError as error:
             self._response.fail(BadResponse(self._response.server.name, str(error)))
-        except BadResponse as error:
+        except UpstreamError as error:
             self._response.fail(error)
 
     def _forward(self, events: bytes) -> None:
-        """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
+        """Send a run of complete events to the client.
+
+        Raises BadResponse for events that cannot be translated; none of them is sent. If the stream can be continued, raises UpstreamError
+        for a failure of the server that it reports, after the events before it were sent.
+        """
         received = events
         if self._lacks_line_feed:
             events, self._lacks_line_feed = events.removeprefix(b"\n"), False
@@ -378,7 +427,12 @@ class EventRelay(ResponseRelay):
             if event.isspace():
                 shown.append(self._behind_waiting(event))
                 continue
-            shown.append(self._process(event, left))
+            try:
+                shown.append(self._process(event, left))
+            except UpstreamError:
+                if self.record is not None:
+                    self._write(self._renamed(b"".join(shown)))
+                raise
             if self.failure is not None and not self._request.response_started and left == first:
                 self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
@@ -421,7 +475,8 @@ class EventRelay(ResponseRelay):
             write = request.chunk_writer()
             if write is not None and self._translation is None and self._name is None:
                 held = self._splitter.held
-                fast_path = FastPath(self._response, request, self.gaps, held, write, self._learner, self._running)
+                parts = (self._response, request, self.gaps, held, write, self._learner, self._running)
+                fast_path = FastPath(*parts) if self.record is None else RecordedFastPath(*parts).record_in(self.record)
                 self._response.divert(fast_path.reader)
 
     def _renamed(self, events: bytes) -> bytes:
@@ -453,6 +508,7 @@ class EventRelay(ResponseRelay):
         """Read the fields of an event that the gateway acts on, and return what the client gets of it. ``left``: as in ``_process``."""
         error = _error_in(document)
         if error is not None:
+            self._check_lost(error)
             return self._server_error(error, self.events - left)
         if data and is_error(event):
             # The data has no known shape: it may be long, and may contain internals of the server.
@@ -460,7 +516,14 @@ class EventRelay(ResponseRelay):
             return self._error_event(from_failure(invalid), invalid, self.events - left)
         fields = of_event(document, self._dialect)
         if fields.stopped:
+            self._check_lost(None)
             self._note_aborted()
+        received = event
+        if self.record is not None and document:
+            event = self.record.take(event, document)
+            if not event:
+                self._structure += 1
+                return b""
         if fields.usage is not None and fields.is_final:
             self.usage = merged(self._prompt, fields.usage)
             if self._hides_usage and document.get("choices") == []:
@@ -474,15 +537,31 @@ class EventRelay(ResponseRelay):
             self._waiting = event, document
             self._learner.forget()  # the next event must not overtake this one
             return b""
-        return self._shown(event, document)
+        return self._shown(event, document, received)
 
-    def _shown(self, event: bytes, document: dict[str, Any]) -> bytes:
-        """Return what the client gets of an event with a part of the response, and learn from it if it is ordinary."""
-        received = event
+    def _check_lost(self, error: Mapping[str, Any] | None) -> None:
+        """Raise UpstreamError for a failure that the server reports if the stream can be continued. ``error``: None if it was aborted."""
+        if self.record is None or not self.record.has_begun:
+            return
+        server = self._response.server.name
+        if error is None:
+            raise Aborted(server, "its engine stopped the request")
+        failure = server_failure(server, event_status(error), str(error.get("message")))
+        if failure is not None:
+            raise failure
+
+    def _shown(self, event: bytes, document: dict[str, Any], received: bytes) -> bytes:
+        """Return what the client gets of an event with a part of the response, and learn from it if it is ordinary.
+
+        ``received``: the event as the server sent it.
+        """
         if self._dialect not in ITEMIZED and (self._running is not None or document.get("usage") is not None):
             event = self._read_running(event, document)
         if is_ordinary(document, self._dialect) and (self._running is None or (self._running.is_simple and event != received)):
-            self._learner.learn(received, document, event)
+            if self.record is None:
+                self._learner.learn(received, document, event)
+            else:
+                self._learner.learn_recorded(received, document, event)
         if self._translation is not None and document:
             chunks = _translated(self._translation.chunk, document, self._response)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
@@ -502,7 +581,7 @@ class EventRelay(ResponseRelay):
         if isinstance(fingerprint, str) and "system_fingerprint" not in document and is_last_field:
             document["system_fingerprint"] = fingerprint
             event = b'%b,"system_fingerprint":%b}%b' % (end[:-1], orjson.dumps(fingerprint), event[len(end) :])
-        return self._shown(event, document)
+        return self._shown(event, document, event)
 
     def _read_running(self, event: bytes, document: dict[str, Any]) -> bytes:
         """Read the running usage of an event. Returns what the client gets of the event."""

@@ -20,6 +20,7 @@ from gateway.api.translation import Translation
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
+from gateway.continuation.plan import Plan
 from gateway.limits.estimate import estimate, stated_limit
 from gateway.prompts.token_keys import TokenRequest
 from gateway.proxy.form import Form, NextBytes
@@ -88,7 +89,8 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
     """One request for the servers of one model.
 
     ``name`` is the model's name as the client sent it. ``facts`` is what the model's balance policy needs to know about the request.
-    ``tokens``: how to get the token IDs of its prompt, if the policy can use them.
+    ``tokens``: how to get the token IDs of its prompt, if the policy can use them. ``plan``: how its stream would be continued on another
+    server; None if it would not.
     """
 
     request: ClientRequest
@@ -97,6 +99,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
     body: JsonBody | FormBody
     facts: RequestFacts = NO_FACTS
     tokens: TokenRequest | None = None
+    plan: Plan | None = None
 
     def estimate_prompt(self) -> int:
         """Estimate the tokens of the prompt, for a request that no limit has estimated."""
@@ -117,11 +120,14 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""
-        request, body = self.request, self.body
-        content, trace = body.encode(self.model.model.served or server.spec.model), request.trace
+        return self.composed(server, self.body.encode(self.model.model.served or server.spec.model))
+
+    def composed(self, server: Server, content: bytes, path: str | None = None) -> tuple[bytes, bytes]:
+        """Return the headers for this body, and the body. ``path``: at the server, if it is not that of the request."""
+        request, body, trace = self.request, self.body, self.request.trace
         framing = b"content-length: %d\r\n" % len(content) if body.upload is None else b"transfer-encoding: chunked\r\n"
         headers = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
-            server.request_head(body.path), body.content_type, request.id.encode(), body.headers, framing,
+            server.request_head(path or body.path), body.content_type, request.id.encode(), body.headers, framing,
             b"" if trace is None else trace.header,
         )  # fmt: skip
         return headers, content

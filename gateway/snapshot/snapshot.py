@@ -37,6 +37,14 @@ CALENDAR = ("day", "week", "month")
 """The windows of budgets that start with a period of UTC."""
 
 
+class Resume(StrEnum):
+    """Which streams are continued on another server: exact ones only, also sampled ones, or none."""
+
+    EXACT = "exact"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A budget of tokens, of cost, or of both. ``soft``: it only warns.
@@ -340,6 +348,7 @@ class Model:
     fallbacks: tuple[str, ...] = ()
     rewrite: bool = False
     running_usage: bool = True
+    resume: Resume = Resume.EXACT
     """Streams whose tokens are counted request the server's running usage."""
     resume: Resume = Resume.EXACT
     created: int = 0

@@ -7,7 +7,8 @@ the retry budget allows it. The retry uses a different server if the pool has on
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -132,6 +133,25 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         body.extend(data[: limit - len(body)])
         if len(body) >= limit:
             self.truncate()
+
+    async def read_some(self) -> bytes:
+        """Return the bytes that have arrived since the last call; empty at the end. Raises UpstreamError."""
+        while not (self.pending or self.complete):
+            self.wants_read_events = True
+            await self.next_data()
+        data, self.pending = b"".join(self.pending), []
+        self.resume()
+        return data
+
+    @contextmanager
+    def movable(self) -> Iterator[None]:
+        """Let the server's drain end this response early: its stream can be continued on another server."""
+        responses = self._server.movable
+        responses.add(self)
+        try:
+            yield
+        finally:
+            responses.discard(self)
 
     def truncate(self) -> None:
         """Treat the received bytes as the complete response, and close the connection."""
@@ -281,11 +301,24 @@ class Attempt:
     """One request's way to a response, over one or two servers of a pool.
 
     ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
-    composed. ``facts`` is what the pool's policy needs to know about the request. ``streams``: the response is a stream, whose first byte
+    composed. ``avoided`` are servers that are chosen only if no other one is left. ``facts`` is what the
+    pool's policy needs to know about the request. ``streams``: the response is a stream, whose first byte
     is awaited.
     """
 
-    __slots__ = ("_deadlines", "_pool", "_response", "_streams", "_timeouts", "composed_at", "facts", "failures", "server", "tried")
+    __slots__ = (
+        "_deadlines",
+        "_pool",
+        "_response",
+        "_streams",
+        "_timeouts",
+        "avoided",
+        "composed_at",
+        "facts",
+        "failures",
+        "server",
+        "tried",
+    )
 
     def __init__(
         self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS, *, streams: bool = False
@@ -296,6 +329,7 @@ class Attempt:
         self.facts = facts
         self._streams = streams
         self.tried: list[Server] = []
+        self.avoided: Sequence[Server] = ()
         self._response: UpstreamResponse | None = None
         self.server: Server | None = None
         self.failures: list[UpstreamError] = []
@@ -320,6 +354,11 @@ class Attempt:
         """The number of retries."""
         return max(len(self.tried) - 1, 0)
 
+    def replace(self, lost: Attempt) -> None:
+        """Continue for an attempt whose server was lost: on other servers, if the pool has any."""
+        self.avoided = (*lost.avoided, *lost.tried)
+        self.failures, self.composed_at, self.facts = lost.failures, lost.composed_at, lost.facts
+
     def use_pool(self, pool: Pool) -> None:
         """Choose from this pool from now on: a reload may have replaced the model's servers while the request was queued."""
         self._pool = pool
@@ -333,7 +372,7 @@ class Attempt:
             try:
                 # A streamed body can't be sent again, and a second attempt uses a new connection: another idle one may be stale as well.
                 may_reuse = upload is None and not self.tried
-                server = self.server = self._pool.choose(self.tried, self.facts)
+                server = self.server = self._pool.choose((*self.avoided, *self.tried) if self.avoided else self.tried, self.facts)
                 self.tried.append(server)
                 server.start_exchange(self.facts.tier)
                 connection = (server.take_idle_connection() if may_reuse else None) or await server.connect(self._timeouts.connect)

@@ -41,6 +41,8 @@ class Pool:
         self.required_facts: frozenset[Fact] = policy.requires if len(servers) > 1 else frozenset()
         """Facts of a request that ``choose`` requires. Empty if the pool has one server."""
         bounded = any(server.limit < math.inf for server in self.servers)
+        self.may_continue = len(servers) > 1
+        """Whether there is another server for a stream whose server is lost."""
         self._only = self.servers[0] if len(servers) == 1 and not bounded else None
         self.tiers = max((len(server.reserved) for server in self.servers), default=0) if bounded else 0
         """The highest tier of a request: 0 if no slots are reserved."""
@@ -65,6 +67,16 @@ class Pool:
     def is_up(self) -> bool:
         """Whether at least one server is up."""
         return any(server.condition is Condition.UP for server in self.servers)
+
+    @property
+    def scale_out(self) -> bool:
+        """Whether all servers that are up have the routes of vLLM's ``--enable-scale-out``."""
+        return all(server.scale_out for server in self._up_servers())
+
+    def other_server(self, lost: Sequence[Server]) -> Server | None:
+        """Return the least busy server that can take a small request, other than the lost ones."""
+        others = [server for server in self._up_servers() if server not in lost and not server.is_ejected]
+        return min(others, key=lambda server: server.load, default=None)
 
     def has_capacity(self, tier: int = 0) -> bool:
         """Return whether ``choose`` would now return a server for a request of this tier that has tried none."""

@@ -1,0 +1,176 @@
+"""Continue a chat on another server: render its prompt, generate tokens after those of the response so far, derender them. Sans-I/O.
+
+The rule: derender gets every token of the response in the groups in which it was made, except the token that ended the response, and the
+events that it makes are those of the parsers of the lost server (docs/continuation.md, "Rules of an exact continuation").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import orjson
+
+from gateway.continuation.completion import remaining
+from gateway.continuation.events import closing, event, usage_of
+from gateway.continuation.token_record import TokenRecord
+from upstream.http.sse import Splitter, data_of, split
+
+CHAT = "/v1/chat/completions"
+RENDER, GENERATE, DERENDER = f"{CHAT}/render", "/inference/v1/generate", f"{CHAT}/derender"
+DEFAULT_LIMIT = 16
+"""The ``max_tokens`` of vLLM's sampling parameters, which ``render`` omits."""
+
+
+class InvalidReplyError(Exception):
+    """A route for token IDs has not responded as expected."""
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Generated(msgspec.Struct):
+    """An event of ``generate``."""
+
+    choices: list[_Choice] = []
+    error: dict[str, Any] | None = None
+
+
+class _Derendered(msgspec.Struct):
+    """A response of ``derender``."""
+
+    chunk: dict[str, Any]
+    stream_state: dict[str, Any]
+
+
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+_decode_derendered = msgspec.json.Decoder(_Derendered).decode
+
+
+class ContinuedChat:
+    """The rest of one chat.
+
+    ``document`` is the request as its server got it. ``reasoning``: the tokens of the reasoning so far; None for a server without a
+    reasoning parser. ``running``: each event has its usage. ``limit``: bytes of an incomplete event that may be held.
+    """
+
+    def __init__(self, record: TokenRecord, document: Mapping[str, Any], *, reasoning: int | None, running: bool, limit: int) -> None:
+        self._record = record
+        self._request = {name: value for name, value in document.items() if name not in ("stream", "stream_options")}
+        self._document = document
+        self._reasoning = reasoning
+        self._running = running
+        self._splitter = Splitter(limit)
+        self._prompt: list[int] = []
+        self._made = len(record.ids)
+        self._state: dict[str, Any] = {
+            "output_token_ids": list(record.ids),
+            "output_chunk_lens": list(record.lengths),
+            "role_sent": record.has_begun,
+            "tools_streamed": record.tools_sent,
+            "last_tool_call_ids": list(record.call_ids),
+        }
+        self._pending: list[int] = []
+        self._group: list[int] = []
+        self._last = _Choice()
+        self.failure: dict[str, Any] | None = None
+        """An error event of the server."""
+
+    def render_body(self, model: str) -> bytes:
+        """Return the request to ``render``."""
+        return orjson.dumps({**self._request, "model": model})
+
+    def generate_body(self, rendered: bytes, model: str) -> bytes:
+        """Return the request to ``generate`` for a response of ``render``. Raises InvalidReplyError."""
+        try:
+            request = orjson.loads(rendered)
+            self._prompt = [int(each) for each in request["token_ids"]]
+            params = {**request["sampling_params"]}
+        except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidReplyError(f"render: {type(error).__name__}") from error
+        if self._record.prompt_size and len(self._prompt) != self._record.prompt_size:
+            raise InvalidReplyError("render has made another prompt")
+        params.pop("n", None)
+        most = params.get("max_tokens")
+        params["max_tokens"] = (most if isinstance(most, int) else DEFAULT_LIMIT) - self._made
+        request |= {
+            "model": model,
+            "token_ids": [*self._prompt, *self._record.ids],
+            "sampling_params": {**params, **remaining(self._document, self._made)},
+            "reasoning_ended": None,
+            "stream": True,
+        }
+        return orjson.dumps(request)
+
+    def feed(self, data: bytes) -> None:
+        """Read bytes of the stream of ``generate``. Raises EventTooLongError, and InvalidReplyError for an event of another shape."""
+        for received in split(self._splitter.feed(data)):
+            text = data_of(received)
+            if not text.startswith(b"{"):
+                continue
+            try:
+                found = _decode_generated(text)
+            except msgspec.DecodeError as error:
+                raise InvalidReplyError("generate: an event of another shape") from error
+            self.failure = found.error or self.failure
+            for choice in found.choices:
+                self._pending += choice.token_ids or ()
+                self._last = choice if choice.finish_reason is not None else self._last
+
+    @property
+    def finish(self) -> str | None:
+        """The finish reason, once ``generate`` has ended."""
+        return self._last.finish_reason
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there is something to derender."""
+        return bool(self._pending) or self.finish is not None
+
+    def derender_body(self, model: str) -> bytes:
+        """Return the request to ``derender`` for the tokens since the last one.
+
+        The last token is left out if it ended the response: with only a tool parser, vLLM would show its text.
+        """
+        self._group, self._pending = self._pending, []
+        ended_itself = self.finish == "stop" and self._last.stop_reason is None
+        choice = {
+            "index": 0,
+            "token_ids": self._group[:-1] if ended_itself else self._group,
+            "finish_reason": self.finish,
+            "stop_reason": self._last.stop_reason,
+        }
+        return orjson.dumps(
+            {
+                "stream": True,
+                "model": model,
+                "generate_chunk": {"request_id": "continued", "choices": [choice]},
+                "stream_state": self._state,
+                "prompt_token_ids": self._prompt,
+                "chat_request": {**self._request, "model": model},
+            }
+        )
+
+    def events(self, derendered: bytes) -> bytes:
+        """Return the events for a response of ``derender``. Raises InvalidReplyError."""
+        try:
+            reply = _decode_derendered(derendered)
+            [choice] = reply.chunk["choices"]
+            delta = {name: value for name, value in choice["delta"].items() if value is not None and value != []}
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidReplyError(f"derender: {type(error).__name__}") from error
+        self._state = reply.stream_state
+        group, self._made = self._group, self._made + len(self._group)
+        if self._reasoning is not None and "reasoning" in delta:
+            self._reasoning += len(group)
+        shown: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        if self.finish is not None:
+            shown["stop_reason"] = choice.get("stop_reason")
+        usage = usage_of(len(self._prompt), self._made, self._reasoning)
+        running = {"usage": usage} if self._running else {}
+        made = event({**self._record.head, "choices": [{**shown, "token_ids": group}], **running})
+        return made if self.finish is None else made + closing(self._record.head, usage)

@@ -1,0 +1,171 @@
+"""The record of a stream: the token IDs of the response that its client was sent.
+
+The gateway requests ``return_token_ids`` of vLLM, and removes the IDs from what the client gets. In place of IDs, vLLM writes null to a
+client that does not request them. While a parser buffers the markup of a call, vLLM sends events with IDs and an empty ``delta``, which
+it would not send otherwise; they are left out (``chat_completion_stream_generator`` in vLLM's openai/chat_completion/serving.py).
+
+The rule: the record has the tokens of every event that was sent, and no others except those without a text. A record that is too long is
+dropped, and its stream cannot be continued.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from gateway.api.json_scan import ELEMENT, Scanner
+from gateway.api.routes import Dialect
+
+LONGEST = 128 * 1024
+"""Tokens of the longest record."""
+STEP = 4096
+"""Tokens for which memory is reserved at a time."""
+BYTES_PER_TOKEN = 6
+"""Bytes of a token in a record: its ID, and the number of tokens in its event."""
+_PROMPT = "prompt_token_ids"
+_IDS = "token_ids"
+_SPANS: Mapping[str, Any] = {_PROMPT: None, "choices": {ELEMENT: {_IDS: None, _PROMPT: None}}}
+_NULL = b"null"
+_OPENING = len(b"data: ")
+
+
+class TokenRecord:
+    """The tokens of one stream with one choice.
+
+    ``hold`` reserves so many bytes in all, and returns whether they are free.
+    """
+
+    __slots__ = (
+        "_dialect",
+        "_hold",
+        "_room",
+        "call_ids",
+        "finish",
+        "head",
+        "ids",
+        "is_usable",
+        "lengths",
+        "prompt",
+        "prompt_size",
+        "shown",
+        "tools_sent",
+        "usage_sent",
+    )
+
+    def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
+        self._dialect: Dialect = dialect
+        self._hold: Callable[[int], bool] = hold
+        self._room: int = 0
+        self.ids: array[int] = array("I")
+        """The tokens of the response so far."""
+        self.lengths: array[int] = array("H")
+        """The number of tokens of each event."""
+        self.shown: int = 0
+        """The tokens up to the last text that was sent; the text of the tokens after it may be incomplete."""
+        self.prompt: array[int] = array("I")
+        """The tokens of the prompt of a completion. ``render`` gives those of a chat."""
+        self.prompt_size: int = 0
+        self.head: Mapping[str, Any] = {}
+        """The first fields of each event: the ID, the time and the model of the response."""
+        self.tools_sent: bool = False
+        self.call_ids: list[str] = []
+        self.finish: str | None = None
+        """The finish reason, once it was received."""
+        self.usage_sent: bool = False
+        """Whether the final usage was received."""
+        self.is_usable: bool = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an event of the stream was received."""
+        return bool(self.head)
+
+    def add(self, ids: list[int]) -> None:
+        """Add the tokens of one event."""
+        if len(ids) > self._room and not self._has_room(len(ids)):
+            self.drop()
+            return
+        self._room -= len(ids)
+        self.ids.extend(ids)
+        if ids:
+            self.lengths.append(len(ids))
+
+    def add_shown(self, ids: bytes) -> None:
+        """Add the tokens of an event with a text, as they are written in it."""
+        if self.is_usable:
+            self.add([int(ids)] if ids.find(b",") < 0 else [int(each) for each in ids.split(b",")])
+            self.shown = len(self.ids)
+
+    def _has_room(self, count: int) -> bool:
+        """Reserve memory for so many tokens and some more. Returns False for a record that is too long, or without memory."""
+        total = len(self.ids) + len(self.prompt) + max(count, STEP)
+        if count > 0xFFFF or total > LONGEST or not self._hold(total * BYTES_PER_TOKEN):
+            return False
+        self._room = max(count, STEP)
+        return True
+
+    def drop(self) -> None:
+        """Forget the tokens: the stream cannot be continued."""
+        self.is_usable = False
+        self.ids, self.lengths, self.prompt = array("I"), array("H"), array("I")
+
+    def keep_shown(self) -> None:
+        """Forget the tokens after the last text, which are made again."""
+        while len(self.ids) > self.shown:
+            del self.ids[max(len(self.ids) - self.lengths.pop(), self.shown) :]
+
+    def take(self, event: bytes, document: dict[str, Any]) -> bytes:
+        """Record an event, and return it without its IDs: empty if vLLM would not have sent it. ``document`` loses them, too."""
+        choices = document.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            self.usage_sent = self.usage_sent or (choices == [] and isinstance(document.get("usage"), dict))
+            return event
+        choice = choices[0]
+        if not self.head:
+            self.head = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
+        self._take_prompt(document.get(_PROMPT) or choice.get(_PROMPT))
+        found = choice.get(_IDS)
+        ids = [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
+        if self.is_usable:
+            self.add(ids)
+        self._note(choice)
+        shown = _without_ids(event)
+        for owner, name in ((document, _PROMPT), (choice, _PROMPT), (choice, _IDS)):
+            if name in owner:
+                owner[name] = None
+        if self._dialect is Dialect.CHAT and ids and choice.get("delta") == {} and choice.get("finish_reason") is None:
+            return b""
+        return b"data: " + orjson.dumps(document) + b"\n\n" if shown is None else shown
+
+    def _take_prompt(self, prompt: object) -> None:
+        if not isinstance(prompt, list) or self.prompt_size:
+            return
+        self.prompt_size = len(prompt)
+        if self._dialect is Dialect.COMPLETIONS and self._has_room(len(prompt)):
+            self.prompt = array("I", prompt)
+        elif self._dialect is Dialect.COMPLETIONS:
+            self.drop()
+
+    def _note(self, choice: Mapping[str, Any]) -> None:
+        finish, delta = choice.get("finish_reason"), choice.get("delta")
+        self.finish = finish if isinstance(finish, str) else self.finish
+        if choice.get("text"):
+            self.shown = len(self.ids)
+        calls = delta.get("tool_calls") if isinstance(delta, dict) else None
+        if isinstance(calls, list):
+            self.tools_sent = self.tools_sent or bool(calls)
+            self.call_ids += [call["id"] for call in calls if isinstance(call, dict) and isinstance(call.get("id"), str)]
+
+
+def _without_ids(event: bytes) -> bytes | None:
+    """Return an event with null in place of its token IDs; None if its data is not one line, as vLLM writes it."""
+    if not event.startswith(b"data: {") or event.find(b"\n") < len(event) - 2:
+        return None
+    parts, last = [], 0
+    for _, start, end, _ in Scanner(_SPANS).feed(event[_OPENING:]):
+        parts += [event[last : _OPENING + start], _NULL]
+        last = _OPENING + end
+    return b"".join((*parts, event[last:]))

@@ -1,0 +1,226 @@
+"""Continue the stream of a lost server on another one, as if nothing had happened.
+
+The rules: a stream is continued by the plan of its request only, at most ``MOST`` times. The events of the other server go through the
+same ``EventRelay`` as the first ones, so the client, the limits and the ledger see one response. If no server can continue the stream, the
+failure of the first server ends it, as without a plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+
+from gateway.api.errors import Refusal
+from gateway.continuation.chat import DERENDER, GENERATE, RENDER, ContinuedChat, InvalidReplyError
+from gateway.continuation.completion import ContinuedCompletion
+from gateway.continuation.events import closing, usage_of
+from gateway.proxy.context import RequestContext
+from gateway.proxy.response import EVENT_LIMIT, EventRelay, is_stream, read_error
+from gateway.proxy.upstream_request import UpstreamRequest
+from gateway.telemetry.request_record import Continuation
+from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
+from upstream.balancing.pool import NoServerError
+from upstream.balancing.server import Server
+from upstream.http.errors import Aborted, BadResponse, ServerError, UpstreamError
+from upstream.http.sse import EventTooLongError
+
+MOST = 2
+"""Continuations of one stream: its server may be lost, and the next one too."""
+SIDE_TIMEOUT = 5.0
+"""Seconds for a response of ``render`` or ``derender``."""
+PACE = 2.0
+"""The pause between two calls of ``derender`` is so many times as long as a call: each call decodes the whole response again."""
+
+Send = Callable[[Attempt, Compose], Awaitable[UpstreamResponse]]
+"""Sends a request to a server of its model, or queues it until a server can take it. Raises NoServerError, UpstreamError and Refusal."""
+
+
+def may_continue(error: BaseException, context: RequestContext) -> bool:
+    """Return whether the stream of a request ended because its server was lost, and can be continued."""
+    relay = context.response_relay
+    return (
+        isinstance(error, UpstreamError)
+        and isinstance(relay, EventRelay)
+        and relay.record is not None
+        and context.request.response_started
+        and not relay.delivered
+    )
+
+
+async def continue_stream(error: BaseException, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
+    """Relay the rest of a stream from another server. ``error``: how its server was lost; it is raised if no server can continue."""
+    relay = context.response_relay
+    assert isinstance(relay, EventRelay) and isinstance(error, UpstreamError)
+    lost: UpstreamError | None = error
+    for _ in range(MOST):
+        if lost is None or not relay.record or not relay.record.is_usable:
+            break
+        rest = _Rest(lost, relay, upstream, context, send)
+        try:
+            lost = await rest.relay()
+        except (NoServerError, Refusal, InvalidReplyError):
+            rest.note("failed")
+            break
+        if lost is None:
+            rest.note("continued")
+            return
+        rest.note("continued" if rest.gap is not None else "failed")
+    relay.end_truncated()
+    raise error
+
+
+class _Rest:
+    """The rest of a stream, from one more server."""
+
+    def __init__(self, lost: UpstreamError, relay: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
+        assert relay.record is not None and upstream.plan is not None
+        self._lost = lost
+        self._relay = relay
+        self._record = relay.record
+        self._upstream = upstream
+        self._plan = upstream.plan
+        self._context = context
+        self._send = send
+        self._since = monotonic()
+        self._document = upstream.body.sent_document() or {}
+        self._made = len(self._record.ids)
+        self.gap: float | None = None
+        """Seconds from the loss to the first event of the other server."""
+
+    def note(self, outcome: str) -> None:
+        """Note the continuation in the record of the request."""
+        made_again = max(self._made - len(self._record.ids), 0) if self.gap is None else 0
+        self._context.continuations += (
+            Continuation(
+                server=self._lost.server,
+                cause=self._lost.reason,
+                path=self._plan.path,
+                outcome=outcome,
+                gap=self.gap,
+                lost_tokens=made_again,
+                prompt_tokens=self._record.prompt_size + self._made,
+                sampled=self._plan.sampled,
+            ),
+        )
+
+    async def relay(self) -> UpstreamError | None:
+        """Relay the rest. Returns the failure of the other server, None at the end. Raises NoServerError, Refusal and InvalidReplyError."""
+        if self._record.finish is not None:
+            self._end()
+            return None
+        context, model = self._context, self._upstream.model
+        attempt = Attempt(model.pool, model.model.timeouts, context.worker.deadlines, streams=True)
+        assert context.attempt is not None
+        attempt.replace(context.attempt)
+        try:
+            with attempt:
+                await self._by_chat(attempt) if self._upstream.body.path.endswith("chat/completions") else await self._by_completion(
+                    attempt
+                )
+        except UpstreamError as error:
+            return error
+        return None
+
+    def _end(self) -> None:
+        """Send the end of a response that is complete: its server was lost before the usage or the last event."""
+        record = self._record
+        usage = None if record.usage_sent else usage_of(record.prompt_size, len(record.ids), self._reasoning)
+        self._relay.take_over(self._relay.response)
+        self._relay.receive(closing(record.head, usage))
+        self._relay.finish()
+
+    @property
+    def _reasoning(self) -> int | None:
+        return self._relay.reasoning_tokens
+
+    def _served(self, server: Server) -> str:
+        return self._upstream.model.model.served or server.spec.model
+
+    @property
+    def _limit(self) -> int:
+        return EVENT_LIMIT + 2 * self._upstream.request.body.size
+
+    async def _started(self, attempt: Attempt, compose: Compose) -> UpstreamResponse:
+        """Send the request, and return its stream. Raises NoServerError, UpstreamError and Refusal."""
+        response = await self._send(attempt, compose)
+        self._context.attempt = attempt
+        if not 200 <= response.status < 300:
+            await read_error(response)
+            raise response.fault or ServerError(response.server.name, f"status {response.status} for a continued stream")
+        if not is_stream(response):
+            raise BadResponse(response.server.name, "its response to a continued stream is not a stream")
+        response.keep_close()
+        return response
+
+    def _show(self, events: bytes) -> None:
+        if events:
+            if self.gap is None:
+                self.gap = monotonic() - self._since
+            self._relay.receive(events)
+
+    # Completions
+
+    async def _by_completion(self, attempt: Attempt) -> None:
+        rest = ContinuedCompletion(self._record, self._document, self._limit)
+        response = await self._started(attempt, lambda server: self._upstream.composed(server, rest.body(self._served(server))))
+
+        def sink(data: bytes) -> None:
+            try:
+                self._show(rest.feed(data))
+            except EventTooLongError as error:
+                response.fail(BadResponse(response.server.name, str(error)))
+
+        await self._relay.continue_with(response, sink)
+
+    # Chats
+
+    async def _by_chat(self, attempt: Attempt) -> None:
+        running = self._upstream.body.choices > 0
+        rest = ContinuedChat(self._record, self._document, reasoning=self._reasoning, running=running, limit=self._limit)
+        assert self._context.attempt is not None
+        server = self._upstream.model.pool.other_server([*attempt.avoided])
+        if server is None:
+            raise NoServerError
+        rendered = await self._post(server, RENDER, rest.render_body(self._served(server)))
+        response = await self._started(
+            attempt,
+            lambda server: self._upstream.composed(server, rest.generate_body(rendered, self._served(server)), GENERATE),
+        )
+        assert attempt.server is not None
+        request, relay, server = self._context.request, self._relay, attempt.server
+        relay.take_over(response)
+        request.on_pause, request.on_resume = response.pause, response.resume
+        if request.write_paused:
+            response.pause()
+        with response.movable():
+            while True:
+                data = await response.read_some()
+                self._read(rest, data, server)
+                if rest.has_tokens:
+                    called = monotonic()
+                    self._show(rest.events(await self._post(server, DERENDER, rest.derender_body(self._served(server)))))
+                    if rest.finish is not None:
+                        break
+                    await asyncio.sleep(PACE * (monotonic() - called))
+                elif not data:
+                    raise BadResponse(server.name, "ended its stream before the end of the response")
+        relay.finish()
+
+    def _read(self, rest: ContinuedChat, data: bytes, server: Server) -> None:
+        """Read bytes of ``generate``. Raises UpstreamError."""
+        try:
+            rest.feed(data)
+        except EventTooLongError as error:
+            raise BadResponse(server.name, str(error)) from error
+        if rest.failure is not None:
+            raise ServerError(server.name, "an error in the stream of generate")
+        if rest.finish == "abort":
+            raise Aborted(server.name, "its engine stopped the request")
+
+    async def _post(self, server: Server, path: str, body: bytes) -> bytes:
+        """Send a side request. Raises UpstreamError, and InvalidReplyError for another status than 200."""
+        status, content = await self._context.worker.continuations.post(server, path, body, SIDE_TIMEOUT)
+        if status != 200:
+            raise InvalidReplyError(f"{path}: status {status}")
+        return content
