@@ -429,6 +429,9 @@ class Model(_Named):
         "other responses with `temperature`, whose rest is drawn anew; `false`, never",
         "exact",
     )
+    move_after: DurationOrZero = quantity(
+        "time in which streams may finish on a server that is drained, before they continue on another one (see `resume`)", "5s"
+    )
     price: Price | None = setting("prices of its tokens")
     task: Task | None = setting("task in the model list; default: from the launch arguments and the servers")
     capabilities: tuple[Capability, ...] | None = setting("capabilities in the model list; default: from the launch arguments")

@@ -260,14 +260,6 @@ class Recording:
     region: str = "us-east-1"
 
 
-class Resume(StrEnum):
-    """Which streams are continued on another server: exact ones only, also sampled ones, or none."""
-
-    EXACT = "exact"
-    SAMPLED = "sampled"
-    OFF = "off"
-
-
 @dataclass(frozen=True, slots=True)
 class BodyRules:
     """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""
@@ -348,9 +340,10 @@ class Model:
     fallbacks: tuple[str, ...] = ()
     rewrite: bool = False
     running_usage: bool = True
-    resume: Resume = Resume.EXACT
     """Streams whose tokens are counted request the server's running usage."""
     resume: Resume = Resume.EXACT
+    move_after: float = 5.0
+    """Seconds in which streams may finish on a server that is drained, before they are continued on another one."""
     created: int = 0
     parent: str | None = None
     served: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway.admission.body_memory import FREE
@@ -33,6 +34,7 @@ from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.shared_slots import SharedSlots
 from upstream.balancing.cost_model import CostModel
+from upstream.balancing.moves import move_responses
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost, CostSettings
 from upstream.balancing.pool import LiveServers
@@ -101,6 +103,7 @@ class Worker:
             for index, spec in enumerate(model.servers):
                 server = servers[spec.name]
                 server.publish_in_flight(metrics.cells("server_inflight", model.id, spec.name))
+                server.model_id, server.move_after = model.id, model.move_after
                 server.ejected_cells = metrics.cells("server_ejected", model.id, spec.name)
                 self._set_limit(server, model, index)
         limit, tracing = snapshot.max_inflight, snapshot.tracing
@@ -233,6 +236,9 @@ class Worker:
     def _sweep(self) -> None:
         """Run the periodic work for all connections to servers and clients, about once a second."""
         self.fleet.expire()
+        for server in self.fleet.with_movable_responses():
+            if (pool := self.requests.active.catalog.pool(server.model_id)) is not None:
+                move_responses(server, pool.servers, monotonic())
         for model, costs in self.costs.items():
             self.requests.metrics.cells("prefix_index_blocks", model, str(self.number))[0] = costs.index.size
         check_all(self.connections.connections, _SWEEP_EVERY * TICK)

@@ -175,6 +175,7 @@ class LiveServers:
         self.write_batch = write_batch or WriteBatch()
         self._create = create
         self._servers: dict[str, Server] = {}
+        self._retired: list[Server] = []
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self._servers.values())
@@ -186,6 +187,7 @@ class LiveServers:
         for name, server in self._servers.items():
             if name not in unchanged:
                 server.retire()
+                self._retired.append(server)
         self._servers = {name: unchanged.get(name) or self._create(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
         return self._servers
 
@@ -209,6 +211,11 @@ class LiveServers:
         """Close expired idle connections, and end expired ejections."""
         for server in self._servers.values():
             server.expire()
+        self._retired = [server for server in self._retired if server.in_flight]
+
+    def with_movable_responses(self) -> list[Server]:
+        """Return the servers, also removed ones, with responses that another server can continue."""
+        return [server for server in (*self._servers.values(), *self._retired) if server.movable]
 
     def close(self) -> None:
         """Close every idle connection."""

@@ -22,7 +22,7 @@ from upstream.cells import Cells
 from upstream.http.address import Address
 from upstream.http.connection import Connection, IdleConnections, connect, remembered_headers
 from upstream.http.deadlines import TICK
-from upstream.http.errors import ConnectFailed, Moved, UpstreamError
+from upstream.http.errors import ConnectFailed, UpstreamError
 from upstream.http.write_batching import WriteBatch
 
 _PREFILL_SPEED, _SLOWEST = 2000.0, 500.0  # bytes of requests per second: before the first measurement, and at least
@@ -102,7 +102,13 @@ class Server:
         self.scale_out = False
         """Whether the server has the routes that continue a chat from its token IDs."""
         self.movable: set[MovableResponse] = set()
-        """The responses that another server can continue."""
+        """The responses that another server can continue (see ``moves``)."""
+        self.move_after = 5.0
+        """Seconds after which a drain moves these responses."""
+        self.model_id = ""
+        """The model that has the server."""
+        self.draining_since: float | None = None
+        """When the server left the rotation, by the clock of exchanges."""
         self.waited_for = False
         """Whether a response was awaited since ``take_progress``."""
         self.waiting_bytes = 0
@@ -132,6 +138,10 @@ class Server:
     def condition(self, condition: Condition) -> None:
         comes_up = condition is Condition.UP and self._condition is not Condition.UP
         self._condition = condition
+        if condition is not Condition.OUT_OF_ROTATION:
+            self.draining_since = None
+        elif self.draining_since is None:
+            self.draining_since = self._clock()
         if comes_up:
             self.record_success()  # earlier failures belong to an earlier process
         else:
@@ -279,11 +289,6 @@ class Server:
         self.ejected_cells[0] = 0.0
         self.update_rankings()
 
-    def move_responses(self) -> None:
-        """End the responses that another server can continue."""
-        for response in tuple(self.movable):
-            response.fail(Moved(self.spec.name, "the server is drained"))
-
     def measure_prefill(self, size: int, seconds: float) -> None:
         """Learn the speed of the prefill from a stream: ``size`` bytes of a request, and the seconds until its first event."""
         if size >= _MEASURABLE:
@@ -328,6 +333,8 @@ class Server:
 
     def retire(self) -> None:
         """Close the idle connections: the server is no longer configured. Requests in flight finish, and are counted until then."""
+        if self.draining_since is None:
+            self.draining_since = self._clock()
         self.ejected_cells[0] = 0.0
         self.ejected_cells = [0.0]  # another server may soon use the name and its cells
         self._idle.max_idle = 0.0

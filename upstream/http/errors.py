@@ -63,6 +63,12 @@ class IdleTimeout(UpstreamError):
     reason = "idle_timeout"
 
 
+class Unresponsive(UpstreamError):
+    """A response was silent, and the server does not respond to its health checks or its engine hangs."""
+
+    reason = "unresponsive"
+
+
 class TotalTimeout(UpstreamError):
     """The whole exchange took longer than the total deadline."""
 

@@ -49,7 +49,7 @@ DOCUMENT: Mapping[str, Any] = {
             "body": {"allow": ["priority"], "refuse": ["logprobs"], "max_n": 4, "max_tokens": 100, "media_hosts": ["images.example.com"]},
             "fallbacks": ["running"], "mirror": {"to": "running", "share": "5%", "max_inflight": 4}, "rewrite_model": True,
             "running_usage": True, "price": {"prompt": 0.5, "completion": 2, "cached": 0.1, "reasoning": 2}, "task": "chat",
-            "capabilities": ["tools"], "resume": "sampled",
+            "capabilities": ["tools"], "resume": "sampled", "move_after": "5s",
         },
         {"id": "running", "servers": [{"url": "http://127.0.0.1:9", "model": "m", "api_key": {"env": "TOKEN"}, "weight": 2}]},
         {"id": "pods", "discover": {
