@@ -1,9 +1,9 @@
 """List the routes that reach a server, and the routes of vLLM that are refused on purpose: two tables.
 
 A row of the first table contains the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
-root), the ``endpoint`` label of the metrics, the dialect of its responses, and how its body is read. The rule: a path outside the
-table is never forwarded. The second table only gives reasons to clients. docs/routes.md shows both, and a test compares them with
-the real vLLM.
+root), the ``endpoint`` label of the metrics, the dialect of its responses, and how its body is read. The rules: a path outside the
+table is never forwarded, and no route of the table stores anything at the server, so a request may run twice. The second table only
+gives reasons to clients. docs/routes.md shows both, and a test compares them with the real vLLM.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import EventRelay, choose_relay, is_stream, read_error
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
-from gateway.snapshot.snapshot import Key
+from gateway.snapshot.snapshot import Key, Resume
 from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError
@@ -168,7 +168,8 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         since = monotonic()
         await add_token_keys(prompt, upstream.tokens, upstream.model, worker.tokenization)
         context.waited += monotonic() - since
-    attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
+    resends = model.resume is not Resume.OFF
+    attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream, resends=resends)
     gauge: AbstractContextManager[None] = worker.metrics.in_flight(model.id)
     if pool.tiers:
         of_class, tier = worker.queues.class_of(key, _lowered_to(upstream))
@@ -281,8 +282,10 @@ _NO_CAPACITY = frozenset({"model_loading", "overloaded", "no_healthy_server"})
 
 async def _next_fallback(error: NoServerError | ConnectFailed | Refusal, context: RequestContext) -> UpstreamRequest:
     """Make the request for the next fallback, provided that no server has seen any of it. Raises the error without a fallback."""
-    fallbacks = context.fallbacks
+    fallbacks, attempt = context.fallbacks, context.attempt
     if fallbacks is None or context.handover is not None or (isinstance(error, Refusal) and error.code not in _NO_CAPACITY):
+        raise error
+    if attempt is not None and attempt.may_have_run:
         raise error
     fallbacks.first_error = fallbacks.first_error or error
     context.end_attempt(fallbacks)

@@ -23,7 +23,7 @@ ROWS: dict[int, Row] = {
     ),
     3: Row(
         "The server dies before its first event",
-        "another server if the request cannot have run, otherwise a 502; never a 200",
+        "another server, or a 502 without one; never a truncated 200",
     ),
     4: Row(
         "The server freezes and later continues",

@@ -1,8 +1,9 @@
 """Send one request to a server, classify the result, and retry it if that is safe.
 
-The rule: a request is sent again only while no part of it can have run (``UpstreamError.untouched``), at most once, and only if
-the retry budget allows it. The retry uses a different server if the pool has one. The slot and the connection are released when the
-``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
+The rule: a request is sent again at most once, and only before the first byte of its response's body. Either no part of it can have run
+(``UpstreamError.untouched``), or its server was lost and it may run twice (``resends``). The retry uses a different server if the pool has
+one; a request that may have run must not return to its server. Retries after a lost connection need the retry budget. The slot and the
+connection are released when the ``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from upstream.http.connection import Connection
 from upstream.http.deadlines import Deadlines, Timeouts
 from upstream.http.errors import (
     ConnectFailed,
+    Disconnected,
     FirstByteTimeout,
     IdleTimeout,
     LocalLimit,
     Moved,
     StaleConnection,
     TotalTimeout,
+    Unresponsive,
     UpstreamError,
 )
 from upstream.http.inline_task import Signal
@@ -82,6 +85,8 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     _uploading: bool = False
     _deadline: float | None = None
     _is_measured: bool = False
+    resends: bool = False
+    """The request can be sent to another server until the first byte of the body."""
 
     @property
     def server(self) -> ServerSpec:
@@ -278,6 +283,8 @@ class UpstreamResponse(msgspec.Struct, eq=False):
             server.last_byte_at = now
         elif not self.last_byte_at:
             server.waiting_bytes += self.size
+            if self.resends:
+                server.movable.add(self)
         else:
             server.last_byte_at = max(server.last_byte_at, self.last_byte_at)
             if not self._is_measured and self.content_type.startswith(b"text/event-stream"):
@@ -303,12 +310,13 @@ class Attempt:
     ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
     composed. ``avoided`` are servers that are chosen only if no other one is left. ``facts`` is what the
     pool's policy needs to know about the request. ``streams``: the response is a stream, whose first byte
-    is awaited.
+    is awaited. ``resends``: a request that a server may have run can be sent to another server.
     """
 
     __slots__ = (
         "_deadlines",
         "_pool",
+        "_resends",
         "_response",
         "_streams",
         "_timeouts",
@@ -321,13 +329,21 @@ class Attempt:
     )
 
     def __init__(
-        self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS, *, streams: bool = False
+        self,
+        pool: Pool,
+        timeouts: Timeouts,
+        deadlines: Deadlines,
+        facts: RequestFacts = NO_FACTS,
+        *,
+        streams: bool = False,
+        resends: bool = False,
     ) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
         self.facts = facts
         self._streams = streams
+        self._resends = resends
         self.tried: list[Server] = []
         self.avoided: Sequence[Server] = ()
         self._response: UpstreamResponse | None = None
@@ -359,6 +375,11 @@ class Attempt:
         self.avoided = (*lost.avoided, *lost.tried)
         self.failures, self.composed_at, self.facts = lost.failures, lost.composed_at, lost.facts
 
+    @property
+    def may_have_run(self) -> bool:
+        """Whether a server that failed may have run the request."""
+        return not all(error.untouched for error in self.failures)
+
     def use_pool(self, pool: Pool) -> None:
         """Choose from this pool from now on: a reload may have replaced the model's servers while the request was queued."""
         self._pool = pool
@@ -381,14 +402,15 @@ class Attempt:
                     await response.upload(upload)
                 while not (response.pending or response.complete):
                     await response.next_data()
+                server.movable.discard(response)
                 if self.facts.prompt is not None:
                     self.facts.prompt.responded()
                 return response
             except UpstreamError as error:
                 self._record_failure(server, error)
+                self._release()  # before the check of other servers' slots: this may start queued requests
                 if not self._may_retry(error, streamed=upload is not None):
                     raise
-                self._release()
 
     def _start(self, server: Server, connection: Connection, compose: Compose, *, more: bool) -> UpstreamResponse:
         response = self._response = UpstreamResponse(server, connection, self._timeouts)
@@ -396,6 +418,7 @@ class Attempt:
         headers, body = compose(server)
         response.sent_at = now = monotonic()
         response.size = len(body)
+        response.resends = self._resends and not more and len(self.tried) < MAX_ATTEMPTS
         if self.composed_at is None:
             self.composed_at = now
         if len(body) < _JOIN:
@@ -409,6 +432,7 @@ class Attempt:
         response = self._response
         if response is not None:
             self._deadlines.forget(response)
+            response._server.movable.discard(response)
             response.close()
             self._response = None
         server, self.server = self.server, None
@@ -421,9 +445,15 @@ class Attempt:
             server.record_failure(error)
 
     def _may_retry(self, error: UpstreamError, *, streamed: bool) -> bool:
-        if not error.untouched or len(self.tried) >= MAX_ATTEMPTS:
+        if len(self.tried) >= MAX_ATTEMPTS:
             return False
         if isinstance(error, StaleConnection):  # not a failure of the server, so the retry budget does not apply
             return not streamed  # a part of a streamed body is lost with the first connection
-        others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
-        return isinstance(error, ConnectFailed) and others and self._pool.try_spend_retry()
+        if isinstance(error, Moved | Unresponsive):  # only of a response that ``resends``, while another server has a slot
+            return True
+        others = [server for server in self._pool.servers if server not in self.tried and server.condition is Condition.UP]
+        if isinstance(error, Disconnected) and self._resends and not streamed:
+            others = [server for server in others if server.available_for(self.facts.tier)]  # otherwise the same server may be chosen
+        elif not isinstance(error, ConnectFailed):
+            return False
+        return bool(others) and self._pool.try_spend_retry()

@@ -1,4 +1,4 @@
-"""A request is retried only if no server can have run it, ends at its deadlines, and always releases its slot."""
+"""A request is retried only if no server can have run it or it may run twice, ends at its deadlines, and always releases its slot."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ from upstream.http.errors import (
     FirstByteTimeout,
     IdleTimeout,
     LocalLimit,
+    Moved,
     StaleConnection,
     TotalTimeout,
+    Unresponsive,
+    UpstreamError,
 )
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -69,11 +72,11 @@ class Way:
     def __post_init__(self) -> None:
         self.pool = pool_of(self.servers, "round_robin")
 
-    def attempt(self) -> Attempt:
-        return Attempt(self.pool, self.timeouts, self.deadlines)
+    def attempt(self, *, resends: bool = False) -> Attempt:
+        return Attempt(self.pool, self.timeouts, self.deadlines, resends=resends)
 
-    async def request(self, upload: Upload | None = None) -> tuple[bytes, Attempt]:
-        with self.attempt() as attempt:
+    async def request(self, upload: Upload | None = None, *, resends: bool = False) -> tuple[bytes, Attempt]:
+        with self.attempt(resends=resends) as attempt:
             response = await attempt.send(compose, upload)
             return await response.read_body(1 << 20), attempt
 
@@ -199,6 +202,119 @@ async def test_a_request_truncated_on_a_reused_connection_is_not_sent_again() ->
         with pytest.raises(Disconnected):
             await one.request()
         assert len(server.requests) == 2
+
+
+async def close_early(talk: Conversation) -> None:
+    await talk.write(talk.request.body and CHUNKED)  # headers alone: vLLM sends them before its engine starts
+    talk.writer.close()
+
+
+async def test_a_request_whose_connection_was_lost_is_sent_to_another_server() -> None:
+    async with scripted(close_early) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        body, attempt = await one.request(resends=True)
+        assert (body, attempt.retries, [type(error) for error in attempt.failures]) == (b"ok", 1, [Disconnected])
+        assert attempt.may_have_run
+        assert (len(dies.requests), other.requests[0].body) == (1, b"?")
+
+
+async def test_a_request_that_kills_servers_reaches_two_of_them() -> None:
+    async with scripted(close_early) as a, scripted(close_early) as b, scripted(close_early) as c, way(a.port, b.port, c.port) as one:
+        with one.attempt(resends=True) as attempt, pytest.raises(Disconnected):
+            await attempt.send(compose)
+        assert (attempt.retries, len(attempt.failures)) == (1, 2)
+        assert sorted(len(each.requests) for each in (a, b, c)) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("state", ["down", "full", "ejected"])
+async def test_a_request_that_may_have_run_never_returns_to_its_server(state: str) -> None:
+    async def script(talk: Conversation) -> None:
+        if state == "down":
+            spare.condition = Condition.DOWN
+        elif state == "full":
+            spare.set_limit(0)
+        else:
+            spare.record_failure(ConnectFailed("s0", "refused"))
+        talk.writer.close()
+
+    async with scripted(script) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        spare = one.servers[0]
+        with one.attempt(resends=True) as attempt, pytest.raises(Disconnected):
+            await attempt.send(compose)
+        assert (attempt.retries, len(dies.requests), len(other.requests)) == (0, 1, 0)
+
+
+async def test_lost_requests_are_sent_again_for_a_share_of_the_traffic() -> None:
+    async with scripted(close_early) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        done = await asyncio.gather(*(one.request(resends=True) for _ in range(200)), return_exceptions=True)
+        failed = [each for each in done if isinstance(each, BaseException)]
+        assert {type(error) for error in failed} == {Disconnected}
+        lost = 100  # half of them take their turn with the dying one, all at the same moment
+        assert len(failed) + len(other.requests) == 200 and lost / 10 < len(failed) < lost - MINIMUM / 2
+
+
+async def test_only_lost_connections_let_a_request_run_twice() -> None:
+    async def invalid(talk: Conversation) -> None:
+        await talk.write(b"SSH-2.0-nothing\r\n\r\n")
+
+    async with scripted(respond) as other, scripted(pause) as slow, scripted(invalid) as bad:
+        for server, kind in ((slow, FirstByteTimeout), (bad, BadResponse)):
+            async with way(other.port, server.port, first_byte=0.1) as one:
+                with one.attempt(resends=True) as attempt, pytest.raises(kind):
+                    await attempt.send(compose)
+                assert attempt.may_have_run
+        assert not other.requests
+
+
+@pytest.mark.parametrize("kind", [Moved, Unresponsive])
+async def test_a_request_that_waits_for_its_first_byte_can_be_moved_once(kind: type[UpstreamError]) -> None:
+    async with scripted(respond) as other, scripted(pause) as first, way(other.port, first.port) as one:
+        hung = one.servers[1]
+        sending = asyncio.create_task(one.request(resends=True))
+        await until(lambda: hung.movable)
+        [response] = hung.movable
+        response.fail(kind("s1", "moved"))
+        body, attempt = await sending
+        assert (body, attempt.retries, hung.movable) == (b"ok", 1, set())
+    async with scripted(pause) as other, way(other.port, other.port) as one:
+        with one.attempt(resends=True) as attempt:
+            attempt.tried.append(one.servers[1])
+            sending = asyncio.create_task(one.request())
+            sending_again = asyncio.create_task(attempt.send(compose))
+            await until(lambda: len(other.requests) == 2 and all(server.waited_for for server in one.servers if server.in_flight))
+            assert not any(server.movable for server in one.servers), "a second server, or a request that may not run twice"
+            for task in (sending, sending_again):
+                task.cancel()
+            await asyncio.gather(sending, sending_again, return_exceptions=True)
+
+
+async def test_a_request_that_can_be_moved_leaves_nothing_if_it_is_cancelled() -> None:
+    async with scripted(pause) as first, way(first.port) as one:
+        sending = asyncio.create_task(one.request(resends=True))
+        await until(lambda: one.servers[0].movable)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        assert not one.servers[0].movable
+
+
+async def test_an_uploaded_body_is_not_sent_again() -> None:
+    async def upload(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+        send(b"", False)
+
+    async with scripted(close_early) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        with one.attempt(resends=True) as attempt, pytest.raises(Disconnected):
+            await attempt.send(compose, upload)
+        assert (len(dies.requests), len(other.requests)) == (1, 0)
+
+
+async def test_a_response_that_has_begun_is_not_requested_again() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED + b"1\r\no\r\n")
+        talk.writer.close()
+
+    async with scripted(script) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        with pytest.raises(Disconnected):
+            await one.request(resends=True)
+        assert (len(dies.requests), len(other.requests)) == (1, 0)
 
 
 async def test_a_refusal_goes_to_another_server_and_is_remembered() -> None:
