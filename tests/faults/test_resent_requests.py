@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Resume
 from gateway.telemetry.request_record import RequestRecord
 from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
@@ -19,7 +20,7 @@ from tests.support.wire import DONE, Reply, chat, request, request_once
 from tests.upstream.simulator.test_process import running
 from upstream.balancing.server import Condition
 
-PROMPT = {"model": "tiny", "prompt": "Hello"}
+PROMPT: dict[str, object] = {"model": "tiny", "prompt": "Hello"}
 REQUESTS: Mapping[str, tuple[str, dict[str, object]]] = {
     "chat": ("/v1/chat/completions", chat()),
     "chat, streamed": ("/v1/chat/completions", chat(stream=True)),
@@ -73,6 +74,14 @@ async def test_a_server_accepts_requests_and_closes(death: str) -> None:
             records += served.context.records
         assert len(dying.requests()) == len(other.requests()) == len(WIRES)
     check(replies, records)
+
+
+async def test_without_resume_a_lost_request_is_an_error() -> None:
+    with running(DEATHS["at once"], *SERVED) as dying, running(*SERVED) as other:
+        async with unharmed([model(other.port, dying.port, balance="round_robin", resume=Resume.OFF)]) as served:
+            reply = await request_once(served.port, request())
+            assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+        assert not other.requests()
 
 
 async def test_a_form_that_was_uploaded_is_lost() -> None:
