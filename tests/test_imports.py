@@ -33,6 +33,7 @@ ORDER = (
     "gateway.admission",
     "gateway.limits",
     "gateway.prompts",
+    "gateway.continuation",
     "gateway.ledger",
     "gateway.store",
     "gateway.audit",

@@ -22,7 +22,7 @@ class Path(StrEnum):
     TOKEN_IDS = "token_ids"  # noqa: S105  not a password
     """The other server continues the token IDs of the prompt and of the response so far."""
     REGENERATION = "regeneration"
-    """The other server makes the whole response again. What was sent is compared and left out."""
+    """The other server makes the whole response again. The part that was sent is compared and left out."""
 
 
 class Plan(msgspec.Struct, frozen=True):

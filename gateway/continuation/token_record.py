@@ -41,7 +41,7 @@ class TokenRecord:
     __slots__ = (
         "_dialect",
         "_hold",
-        "_room",
+        "_reserved",
         "call_ids",
         "finish",
         "head",
@@ -58,7 +58,7 @@ class TokenRecord:
     def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
         self._dialect: Dialect = dialect
         self._hold: Callable[[int], bool] = hold
-        self._room: int = 0
+        self._reserved: int = 0
         self.ids: array[int] = array("I")
         """The tokens of the response so far."""
         self.lengths: array[int] = array("H")
@@ -85,13 +85,24 @@ class TokenRecord:
 
     def add(self, ids: list[int]) -> None:
         """Add the tokens of one event."""
-        if len(ids) > self._room and not self._has_room(len(ids)):
+        if len(ids) > self._reserved and not self._may_add(len(ids)):
             self.drop()
             return
-        self._room -= len(ids)
-        self.ids.extend(ids)
+        self._reserved -= len(ids)
+        before = len(self.ids)
+        try:
+            self.ids.extend(ids)
+        except OverflowError:
+            self._add_wide(before, ids)
         if ids:
             self.lengths.append(len(ids))
+
+    def _add_wide(self, before: int, ids: list[int]) -> None:
+        """Add tokens above 32 bits, which no vocabulary of a real model has."""
+        try:
+            self.ids = array("q", [*self.ids[:before], *ids])
+        except OverflowError:
+            self.drop()
 
     def add_shown(self, ids: bytes) -> None:
         """Add the tokens of an event with a text, as they are written in it."""
@@ -99,12 +110,12 @@ class TokenRecord:
             self.add([int(ids)] if ids.find(b",") < 0 else [int(each) for each in ids.split(b",")])
             self.shown = len(self.ids)
 
-    def _has_room(self, count: int) -> bool:
-        """Reserve memory for so many tokens and some more. Returns False for a record that is too long, or without memory."""
+    def _may_add(self, count: int) -> bool:
+        """Reserve memory for this number of tokens and some more. Returns False for a record that is too long, or without memory."""
         total = len(self.ids) + len(self.prompt) + max(count, STEP)
         if count > 0xFFFF or total > LONGEST or not self._hold(total * BYTES_PER_TOKEN):
             return False
-        self._room = max(count, STEP)
+        self._reserved = max(count, STEP)
         return True
 
     def drop(self) -> None:
@@ -144,8 +155,8 @@ class TokenRecord:
         if not isinstance(prompt, list) or self.prompt_size:
             return
         self.prompt_size = len(prompt)
-        if self._dialect is Dialect.COMPLETIONS and self._has_room(len(prompt)):
-            self.prompt = array("I", prompt)
+        if self._dialect is Dialect.COMPLETIONS and self._may_add(len(prompt)):
+            self.prompt = _array(prompt)
         elif self._dialect is Dialect.COMPLETIONS:
             self.drop()
 
@@ -160,8 +171,15 @@ class TokenRecord:
             self.call_ids += [call["id"] for call in calls if isinstance(call, dict) and isinstance(call.get("id"), str)]
 
 
+def _array(ids: list[int]) -> array[int]:
+    try:
+        return array("I", ids)
+    except OverflowError:
+        return array("q", ids)
+
+
 def _without_ids(event: bytes) -> bytes | None:
-    """Return an event with null in place of its token IDs; None if its data is not one line, as vLLM writes it."""
+    """Return an event with null instead of its token IDs; None if its data is not one line, as vLLM writes it."""
     if not event.startswith(b"data: {") or event.find(b"\n") < len(event) - 2:
         return None
     parts, last = [], 0

@@ -8,11 +8,13 @@ failure of the first server ends it, as without a plan.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 
 from gateway.api.errors import Refusal
-from gateway.continuation.chat import DERENDER, GENERATE, RENDER, ContinuedChat, InvalidReplyError
+from gateway.continuation.chat import CHAT, DERENDER, GENERATE, RENDER, ContinuedChat, InvalidReplyError
 from gateway.continuation.completion import ContinuedCompletion
 from gateway.continuation.events import closing, usage_of
 from gateway.proxy.context import RequestContext
@@ -32,52 +34,55 @@ SIDE_TIMEOUT = 5.0
 PACE = 2.0
 """The pause between two calls of ``derender`` is so many times as long as a call: each call decodes the whole response again."""
 
+_log = logging.getLogger("vllm_gateway.continuation")
+
 Send = Callable[[Attempt, Compose], Awaitable[UpstreamResponse]]
 """Sends a request to a server of its model, or queues it until a server can take it. Raises NoServerError, UpstreamError and Refusal."""
 
 
 def may_continue(error: BaseException, context: RequestContext) -> bool:
     """Return whether the stream of a request ended because its server was lost, and can be continued."""
-    relay = context.response_relay
+    stream = context.response_relay
     return (
         isinstance(error, UpstreamError)
-        and isinstance(relay, EventRelay)
-        and relay.record is not None
+        and isinstance(stream, EventRelay)
+        and stream.record is not None
         and context.request.response_started
-        and not relay.delivered
+        and not stream.delivered
     )
 
 
 async def continue_stream(error: BaseException, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
     """Relay the rest of a stream from another server. ``error``: how its server was lost; it is raised if no server can continue."""
-    relay = context.response_relay
-    assert isinstance(relay, EventRelay) and isinstance(error, UpstreamError)
+    stream = context.response_relay
+    assert isinstance(stream, EventRelay) and isinstance(error, UpstreamError)
     lost: UpstreamError | None = error
     for _ in range(MOST):
-        if lost is None or not relay.record or not relay.record.is_usable:
+        if lost is None or not stream.record or not stream.record.is_usable:
             break
-        rest = _Rest(lost, relay, upstream, context, send)
+        rest = _Rest(lost, stream, upstream, context, send)
         try:
-            lost = await rest.relay()
-        except (NoServerError, Refusal, InvalidReplyError):
+            lost = await rest.run()
+        except (NoServerError, Refusal, InvalidReplyError) as failed:
+            _log.warning("the stream of request %s cannot be continued: %s", context.request.id, failed)
             rest.note("failed")
             break
         if lost is None:
             rest.note("continued")
             return
         rest.note("continued" if rest.gap is not None else "failed")
-    relay.end_truncated()
+    stream.end_truncated()
     raise error
 
 
 class _Rest:
     """The rest of a stream, from one more server."""
 
-    def __init__(self, lost: UpstreamError, relay: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
-        assert relay.record is not None and upstream.plan is not None
+    def __init__(self, lost: UpstreamError, stream: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
+        assert stream.record is not None and upstream.plan is not None
         self._lost = lost
-        self._relay = relay
-        self._record = relay.record
+        self._stream = stream
+        self._record = stream.record
         self._upstream = upstream
         self._plan = upstream.plan
         self._context = context
@@ -104,7 +109,7 @@ class _Rest:
             ),
         )
 
-    async def relay(self) -> UpstreamError | None:
+    async def run(self) -> UpstreamError | None:
         """Relay the rest. Returns the failure of the other server, None at the end. Raises NoServerError, Refusal and InvalidReplyError."""
         if self._record.finish is not None:
             self._end()
@@ -115,9 +120,10 @@ class _Rest:
         attempt.replace(context.attempt)
         try:
             with attempt:
-                await self._by_chat(attempt) if self._upstream.body.path.endswith("chat/completions") else await self._by_completion(
-                    attempt
-                )
+                if self._upstream.body.path == CHAT:
+                    await self._by_chat(attempt)
+                else:
+                    await self._by_completion(attempt)
         except UpstreamError as error:
             return error
         return None
@@ -126,13 +132,13 @@ class _Rest:
         """Send the end of a response that is complete: its server was lost before the usage or the last event."""
         record = self._record
         usage = None if record.usage_sent else usage_of(record.prompt_size, len(record.ids), self._reasoning)
-        self._relay.take_over(self._relay.response)
-        self._relay.receive(closing(record.head, usage))
-        self._relay.finish()
+        self._stream.take_over(self._stream.response)
+        self._stream.receive(closing(record.head, usage))
+        self._stream.finish()
 
     @property
     def _reasoning(self) -> int | None:
-        return self._relay.reasoning_tokens
+        return self._stream.reasoning_tokens
 
     def _served(self, server: Server) -> str:
         return self._upstream.model.model.served or server.spec.model
@@ -157,21 +163,20 @@ class _Rest:
         if events:
             if self.gap is None:
                 self.gap = monotonic() - self._since
-            self._relay.receive(events)
+            self._stream.receive(events)
 
     # Completions
 
     async def _by_completion(self, attempt: Attempt) -> None:
         rest = ContinuedCompletion(self._record, self._document, self._limit)
         response = await self._started(attempt, lambda server: self._upstream.composed(server, rest.body(self._served(server))))
+        await self._stream.continue_with(response, partial(self._pass_on, rest, response))
 
-        def sink(data: bytes) -> None:
-            try:
-                self._show(rest.feed(data))
-            except EventTooLongError as error:
-                response.fail(BadResponse(response.server.name, str(error)))
-
-        await self._relay.continue_with(response, sink)
+    def _pass_on(self, rest: ContinuedCompletion, response: UpstreamResponse, data: bytes) -> None:
+        try:
+            self._show(rest.feed(data))
+        except EventTooLongError as error:
+            response.fail(BadResponse(response.server.name, str(error)))
 
     # Chats
 
@@ -188,8 +193,8 @@ class _Rest:
             lambda server: self._upstream.composed(server, rest.generate_body(rendered, self._served(server)), GENERATE),
         )
         assert attempt.server is not None
-        request, relay, server = self._context.request, self._relay, attempt.server
-        relay.take_over(response)
+        request, stream, server = self._context.request, self._stream, attempt.server
+        stream.take_over(response)
         request.on_pause, request.on_resume = response.pause, response.resume
         if request.write_paused:
             response.pause()
@@ -205,7 +210,7 @@ class _Rest:
                     await asyncio.sleep(PACE * (monotonic() - called))
                 elif not data:
                     raise BadResponse(server.name, "ended its stream before the end of the response")
-        relay.finish()
+        stream.finish()
 
     def _read(self, rest: ContinuedChat, data: bytes, server: Server) -> None:
         """Read bytes of ``generate``. Raises UpstreamError."""

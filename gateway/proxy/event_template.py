@@ -74,9 +74,9 @@ class RecordedTemplate(NamedTuple):
     rest: re.Pattern[bytes]
     """Matches the bytes from the first token ID to the end of the chunk; its group is the IDs."""
     shown: bytes
-    """What the client gets in place of ``rest``."""
+    """The bytes that the client gets instead of ``rest``."""
     usage: int
-    """The bytes from the last token ID to the running usage, which is left out; -1 if there is none."""
+    """The bytes from the last token ID to the running usage, which is left out; -1 without one."""
     start_size: int
     end_size: int
 

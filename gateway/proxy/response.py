@@ -38,6 +38,7 @@ from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
+from gateway.continuation.plan import Path
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import TemplateLearner
 from gateway.proxy.fast_path import FastPath, RecordedFastPath
@@ -323,7 +324,9 @@ class EventRelay(ResponseRelay):
         self._leading = b""  # blank lines before the first event, which are sent with it
         self._lacks_line_feed = False  # the LF of the CRLF that ended a hidden event comes with the next read
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
-        self.record = None if upstream.plan is None else TokenRecord(self._dialect, upstream.request.body.hold)
+        self.record = None
+        if upstream.plan is not None and upstream.plan.path is Path.TOKEN_IDS:
+            self.record = TokenRecord(self._dialect, upstream.request.body.hold)
         """The record of the stream, if it may be continued on another server."""
 
     async def run(self) -> None:
@@ -337,16 +340,16 @@ class EventRelay(ResponseRelay):
         response.keep_close()
         if self.record is None:
             try:
-                await self._relay(response, self.receive)
+                await self._receive_all(response, self.receive)
             except UpstreamError:
                 self.end_truncated()
                 raise
         else:
             with response.movable():
-                await self._relay(response, self.receive)
+                await self._receive_all(response, self.receive)
         self.finish()
 
-    async def _relay(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
+    async def _receive_all(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
         """Pass the response to a sink until it has ended. Raises UpstreamError if it is truncated."""
         _connect(self._request, response, sink)
         await response.wait_complete()
@@ -355,7 +358,7 @@ class EventRelay(ResponseRelay):
         """Relay the rest of the stream, which is in another response. ``sink`` passes its events to ``receive``. Raises UpstreamError."""
         self.take_over(response)
         with response.movable():
-            await self._relay(response, sink)
+            await self._receive_all(response, sink)
         self.finish()
 
     @property

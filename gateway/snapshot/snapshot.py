@@ -37,14 +37,6 @@ CALENDAR = ("day", "week", "month")
 """The windows of budgets that start with a period of UTC."""
 
 
-class Resume(StrEnum):
-    """Which streams are continued on another server: exact ones only, also sampled ones, or none."""
-
-    EXACT = "exact"
-    SAMPLED = "sampled"
-    OFF = "off"
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A budget of tokens, of cost, or of both. ``soft``: it only warns.
