@@ -87,10 +87,13 @@ class SentText:
         """Whether an event of the stream was received."""
         return bool(self.identity or self.marks or self.texts)
 
-    def note(self, document: Json) -> None:
-        """Record an event that is sent to the client."""
-        if not self.is_usable:
-            return
+    def take(self, event: bytes, document: Json) -> bytes:
+        """Record an event that is sent to the client, and return it as it is."""
+        if self.is_usable:
+            self._note_event(document)
+        return event
+
+    def _note_event(self, document: Json) -> None:
         try:
             for part in parts_of(document, self._dialect):
                 self._note(part)
@@ -102,16 +105,20 @@ class SentText:
 
     def note_text(self, key: Key, raw: bytes) -> None:
         """Record an event that has a piece of this text and nothing else. ``raw``: the piece, as it is written in JSON."""
+        if not self.is_usable:
+            return
         self.sequence += 1
         self._room -= len(raw)
-        if self._room < 0 and not self._has_room():
-            self.drop()
-        if self.is_usable:
+        if self._room >= 0 or self._has_room():
             self.texts[key].extend(raw)
+        else:
+            self.drop()
 
     def text_of(self, document: Json) -> Key | None:
-        """Return the key of the text of an event without other parts; None for other events."""
-        keys = []
+        """Return the key of the text of a recorded event without other parts; None for other events. A dropped record has an empty key."""
+        keys: list[Key] = []
+        if not self.is_usable:
+            return ()
         for part in parts_of(document, self._dialect):
             if isinstance(part, Text):
                 keys += [part.key] if part.holder[part.name] else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import monotonic
 
@@ -17,6 +17,9 @@ from gateway.api.errors import Refusal
 from gateway.continuation.chat import CHAT, DERENDER, GENERATE, RENDER, ContinuedChat, InvalidReplyError
 from gateway.continuation.completion import ContinuedCompletion
 from gateway.continuation.events import closing, usage_of
+from gateway.continuation.regeneration import DifferentError, Regeneration
+from gateway.continuation.sent_text import SentText
+from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.context import RequestContext
 from gateway.proxy.response import EVENT_LIMIT, EventRelay, is_stream, read_error
 from gateway.proxy.upstream_request import UpstreamRequest
@@ -25,7 +28,7 @@ from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError
 from upstream.balancing.server import Server
 from upstream.http.errors import Aborted, BadResponse, ServerError, UpstreamError
-from upstream.http.sse import EventTooLongError
+from upstream.http.sse import EventTooLongError, Splitter
 
 MOST = 2
 """Continuations of one stream: its server may be lost, and the next one too."""
@@ -60,12 +63,15 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
     for _ in range(MOST):
         if lost is None or not stream.record or not stream.record.is_usable:
             break
-        rest = _Rest(lost, stream, upstream, context, send)
+        rest = _REST[type(stream.record)](lost, stream, upstream, context, send)
         try:
             lost = await rest.run()
         except (NoServerError, Refusal, InvalidReplyError) as failed:
             _log.warning("the stream of request %s cannot be continued: %s", context.request.id, failed)
             rest.note("failed")
+            break
+        except DifferentError:
+            rest.note("different")
             break
         if lost is None:
             rest.note("continued")
@@ -79,23 +85,20 @@ class _Rest:
     """The rest of a stream, from one more server."""
 
     def __init__(self, lost: UpstreamError, stream: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
-        assert stream.record is not None and upstream.plan is not None
+        assert upstream.plan is not None
         self._lost = lost
         self._stream = stream
-        self._record = stream.record
         self._upstream = upstream
         self._plan = upstream.plan
         self._context = context
         self._send = send
         self._since = monotonic()
-        self._document = upstream.body.sent_document() or {}
-        self._made = len(self._record.ids)
         self.gap: float | None = None
         """Seconds from the loss to the first event of the other server."""
 
     def note(self, outcome: str) -> None:
         """Note the continuation in the record of the request."""
-        made_again = max(self._made - len(self._record.ids), 0) if self.gap is None else 0
+        made_again, prompt = self._costs()
         self._context.continuations += (
             Continuation(
                 server=self._lost.server,
@@ -104,41 +107,33 @@ class _Rest:
                 outcome=outcome,
                 gap=self.gap,
                 lost_tokens=made_again,
-                prompt_tokens=self._record.prompt_size + self._made,
+                prompt_tokens=prompt,
                 sampled=self._plan.sampled,
             ),
         )
 
     async def run(self) -> UpstreamError | None:
-        """Relay the rest. Returns the failure of the other server, None at the end. Raises NoServerError, Refusal and InvalidReplyError."""
-        if self._record.finish is not None:
-            self._end()
-            return None
+        """Relay the rest. Returns the failure of the other server, and None at the end.
+
+        Raises NoServerError, Refusal, InvalidReplyError and DifferentError.
+        """
         context, model = self._context, self._upstream.model
         attempt = Attempt(model.pool, model.model.timeouts, context.worker.deadlines, streams=True)
         assert context.attempt is not None
         attempt.replace(context.attempt)
         try:
             with attempt:
-                if self._upstream.body.path == CHAT:
-                    await self._by_chat(attempt)
-                else:
-                    await self._by_completion(attempt)
+                await self._relay(attempt)
         except UpstreamError as error:
             return error
         return None
 
-    def _end(self) -> None:
-        """Send the end of a response that is complete: its server was lost before the usage or the last event."""
-        record = self._record
-        usage = None if record.usage_sent else usage_of(record.prompt_size, len(record.ids), self._reasoning)
-        self._stream.take_over(self._stream.response)
-        self._stream.receive(closing(record.head, usage))
-        self._stream.finish()
+    async def _relay(self, attempt: Attempt) -> None:
+        raise NotImplementedError
 
-    @property
-    def _reasoning(self) -> int | None:
-        return self._stream.reasoning_tokens
+    def _costs(self) -> tuple[int, int]:
+        """Return the tokens that were made again, and those of the second prefill."""
+        raise NotImplementedError
 
     def _served(self, server: Server) -> str:
         return self._upstream.model.model.served or server.spec.model
@@ -164,6 +159,45 @@ class _Rest:
             if self.gap is None:
                 self.gap = monotonic() - self._since
             self._stream.receive(events)
+
+
+class _FromTokens(_Rest):
+    """The rest of a stream whose token IDs are known."""
+
+    def __init__(self, lost: UpstreamError, stream: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
+        super().__init__(lost, stream, upstream, context, send)
+        assert isinstance(stream.record, TokenRecord)
+        self._record = stream.record
+        self._document = upstream.body.sent_document() or {}
+        self._made = len(self._record.ids)
+
+    def _costs(self) -> tuple[int, int]:
+        made_again = max(self._made - len(self._record.ids), 0) if self.gap is None else 0
+        return made_again, self._record.prompt_size + self._made
+
+    async def run(self) -> UpstreamError | None:
+        if self._record.finish is not None:
+            self._end()
+            return None
+        return await super().run()
+
+    async def _relay(self, attempt: Attempt) -> None:
+        if self._upstream.body.path == CHAT:
+            await self._by_chat(attempt)
+        else:
+            await self._by_completion(attempt)
+
+    def _end(self) -> None:
+        """Send the end of a response that is complete: its server was lost before the usage or the last event."""
+        record = self._record
+        usage = None if record.usage_sent else usage_of(record.prompt_size, len(record.ids), self._reasoning)
+        self._stream.take_over(self._stream.response)
+        self._stream.receive(closing(record.head, usage))
+        self._stream.finish()
+
+    @property
+    def _reasoning(self) -> int | None:
+        return self._stream.reasoning_tokens
 
     # Completions
 
@@ -229,3 +263,39 @@ class _Rest:
         if status != 200:
             raise InvalidReplyError(f"{path}: status {status}")
         return content
+
+
+class _Regenerated(_Rest):
+    """The rest of a stream, from a second response to its request."""
+
+    def __init__(self, lost: UpstreamError, stream: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
+        super().__init__(lost, stream, upstream, context, send)
+        self._sent = context.tokens_so_far()
+        self._different: DifferentError | None = None
+
+    def _costs(self) -> tuple[int, int]:
+        return self._sent, self._stream.prompt_tokens
+
+    async def _relay(self, attempt: Attempt) -> None:
+        assert isinstance(self._stream.record, SentText)
+        second = Regeneration(self._stream.record, self._upstream.request.target.route.dialect)
+        response = await self._started(attempt, self._upstream.compose)
+        try:
+            await self._stream.continue_with(response, partial(self._read, second, Splitter(self._limit), response))
+        except UpstreamError:
+            if self._different is not None:  # the connection was closed for it
+                raise self._different from None
+            raise
+
+    def _read(self, second: Regeneration, splitter: Splitter, response: UpstreamResponse, data: bytes) -> None:
+        try:
+            self._show(second.feed(splitter.feed(data)))
+        except EventTooLongError as error:
+            response.fail(BadResponse(response.server.name, str(error)))
+        except DifferentError as error:
+            self._different = error
+            response.truncate()
+
+
+_REST: Mapping[type, type[_Rest]] = {TokenRecord: _FromTokens, SentText: _Regenerated}
+"""How a stream is continued, by its record."""

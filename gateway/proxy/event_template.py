@@ -44,7 +44,7 @@ _TEXTS: Mapping[Dialect, Sequence[Path]] = {
 
 TEXT = re.compile(rb'[^\x00-\x1f"\\]*(?:\\["\\/bfnrt][^\x00-\x1f"\\]*)*"')
 """The rest of a JSON string, without escaped code units."""
-_NUMBER = re.compile(rb'(?<=":)(?:0|[1-9][0-9]*)(?=[,}\]])')
+_NUMBER = re.compile(rb'(?<=":)(?<!index":)(?:0|[1-9][0-9]*)(?=[,}\]])')
 _RECORDED_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 _NUMBER_PATTERN = rb"(?:0|[1-9][0-9]*)"
 
@@ -90,13 +90,15 @@ NO_TEMPLATE = EventTemplate(b"\0", b"\0", None, -1, 1, 1)
 class TemplateLearner:
     """Makes the templates of one stream from its ordinary events."""
 
-    __slots__ = ("_attempts", "_texts", "recorded", "template")
+    __slots__ = ("_attempts", "_texts", "recorded", "template", "text")
 
     def __init__(self, dialect: Dialect) -> None:
         self._texts = _TEXTS[dialect]
         self._attempts = _ATTEMPTS
         self.template = NO_TEMPLATE
         """The template of the last ordinary event that had one."""
+        self.text: Path = ()
+        """The name of the text of ``template`` in a record of texts, if there is one."""
         self.recorded = NO_RECORDED
         """The template of the last ordinary event with token IDs."""
 
@@ -104,15 +106,19 @@ class TemplateLearner:
         """Forget the template: the next event must be parsed."""
         self.template, self.recorded = NO_TEMPLATE, NO_RECORDED
 
-    def learn(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
-        """Make the template of an ordinary event. ``shown``: what the client gets of it, without its running usage."""
+    def learn(self, event: bytes, document: Mapping[str, Any], shown: bytes, name: Path = ()) -> None:
+        """Make the template of an ordinary event. ``shown``: what the client gets of it, without its running usage.
+
+        ``name``: of its text, in a record of texts.
+        """
         if not self._attempts:
             return
         for path in self._texts:
             text = _value_at(document, path)
             if isinstance(text, str) and text:
                 self._attempts -= 1
-                self.template = _template(event, document, path, text, shown) or self.template
+                if (template := _template(event, document, path, text, shown)) is not None:
+                    self.template, self.text = template, name
                 return
 
     def learn_recorded(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:

@@ -19,6 +19,7 @@ from time import monotonic
 
 from gateway.api.usage import USAGE_START
 from gateway.client.request import ClientRequest
+from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import EVENT_END, TEXT, TemplateLearner
 from gateway.proxy.running_usage import RunningUsage
@@ -156,3 +157,23 @@ class RecordedFastPath(FastPath):
         payload = len(data)
         self._request.bytes_out += payload
         return self._write(b"%x\r\n%b\r\n" % (payload, data))
+
+
+class TextRecorder:
+    """Records the texts of the chunks that the fast path sends: pass ``write`` to it."""
+
+    __slots__ = ("_learner", "_record", "_send")
+
+    def __init__(self, record: SentText, learner: TemplateLearner, send: Callable[[bytes], None]) -> None:
+        self._record: SentText = record
+        self._learner: TemplateLearner = learner
+        self._send: Callable[[bytes], None] = send
+
+    def write(self, chunk: bytes) -> None:
+        """Record and send a chunk that has the learner's template."""
+        learner = self._learner
+        start = chunk.find(b"\n") + 1 + learner.template.start_size
+        text = _match_text(chunk, start)
+        if text is not None:
+            self._record.note_text(learner.text, chunk[start : text.end() - 1])
+        self._send(chunk)

@@ -39,9 +39,10 @@ from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
 from gateway.continuation.plan import Path
+from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import FastPath, RecordedFastPath
+from gateway.proxy.fast_path import FastPath, RecordedFastPath, TextRecorder
 from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
@@ -324,9 +325,7 @@ class EventRelay(ResponseRelay):
         self._leading = b""  # blank lines before the first event, which are sent with it
         self._lacks_line_feed = False  # the LF of the CRLF that ended a hidden event comes with the next read
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
-        self.record = None
-        if upstream.plan is not None and upstream.plan.path is Path.TOKEN_IDS:
-            self.record = TokenRecord(self._dialect, upstream.request.body.hold)
+        self.record = _record_of(upstream)
         """The record of the stream, if it may be continued on another server."""
 
     async def run(self) -> None:
@@ -371,6 +370,12 @@ class EventRelay(ResponseRelay):
         """The tokens of the reasoning that were sent; None if the server does not count them."""
         usage = None if self._running is None else self._running.usage
         return None if usage is None else usage.reasoning
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompt; 0 if the server has not reported them yet."""
+        usage = self._prompt if self._running is None else self._running.usage
+        return 0 if usage is None else usage.prompt
 
     def take_over(self, response: UpstreamResponse) -> None:
         """Let another response continue the stream. The start of an event of the former response is left out."""
@@ -478,8 +483,10 @@ class EventRelay(ResponseRelay):
             write = request.chunk_writer()
             if write is not None and self._translation is None and self._name is None:
                 held = self._splitter.held
+                if isinstance(self.record, SentText):
+                    write = TextRecorder(self.record, self._learner, write).write
                 parts = (self._response, request, self.gaps, held, write, self._learner, self._running)
-                fast_path = FastPath(*parts) if self.record is None else RecordedFastPath(*parts).record_in(self.record)
+                fast_path = RecordedFastPath(*parts).record_in(self.record) if isinstance(self.record, TokenRecord) else FastPath(*parts)
                 self._response.divert(fast_path.reader)
 
     def _renamed(self, events: bytes) -> bytes:
@@ -561,10 +568,12 @@ class EventRelay(ResponseRelay):
         if self._dialect not in ITEMIZED and (self._running is not None or document.get("usage") is not None):
             event = self._read_running(event, document)
         if is_ordinary(document, self._dialect) and (self._running is None or (self._running.is_simple and event != received)):
-            if self.record is None:
-                self._learner.learn(received, document, event)
-            else:
+            if isinstance(self.record, TokenRecord):
                 self._learner.learn_recorded(received, document, event)
+            else:
+                name = () if self.record is None else self.record.text_of(document)
+                if name is not None:
+                    self._learner.learn(received, document, event, name)
         if self._translation is not None and document:
             chunks = _translated(self._translation.chunk, document, self._response)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
@@ -651,6 +660,14 @@ class EventRelay(ResponseRelay):
 
     def _has_ended(self) -> bool:
         return ends_stream(self._last, b"", self._dialect)
+
+
+def _record_of(upstream: UpstreamRequest) -> TokenRecord | SentText | None:
+    """Return a record for the stream of a request if it may be continued."""
+    if upstream.plan is None:
+        return None
+    dialect, hold = upstream.request.target.route.dialect, upstream.request.body.hold
+    return TokenRecord(dialect, hold) if upstream.plan.path is Path.TOKEN_IDS else SentText(dialect, hold)
 
 
 def choose_relay(response: UpstreamResponse, upstream: UpstreamRequest) -> BodyRelay | EventRelay:

@@ -27,7 +27,7 @@ def noted(events: Sequence[Event], dialect: Dialect, dice: random.Random) -> Sen
         if key in record.texts and dice.random() < 0.7:
             record.note_text(key, raw_text(document, dialect))
         else:
-            record.note(document)
+            record.take(b"", document)
     assert record.is_usable
     return record
 
@@ -62,11 +62,11 @@ def test_a_record_without_memory_is_dropped() -> None:
 
     record = SentText(Dialect.COMPLETIONS, hold)
     document = {"id": "1", "choices": [{"index": 0, "text": "x" * 1000, "finish_reason": None}]}
-    record.note(document)
+    record.take(b"", document)
     while record.is_usable:
         record.note_text((0, "text"), b"x" * 1000)
     record.note_text((0, "text"), b"x")
-    record.note(document)
+    record.take(b"", document)
     assert held == sorted(held)
     assert held[-2] < 100_000 <= held[-1] <= LONGEST
     assert not record.texts
@@ -74,7 +74,7 @@ def test_a_record_without_memory_is_dropped() -> None:
 
 def test_a_long_record_is_dropped() -> None:
     record = SentText(Dialect.COMPLETIONS, lambda _: True)
-    record.note({"id": "1", "choices": [{"index": 0, "text": "x" * LONGEST, "finish_reason": None}]})
+    record.take(b"", {"id": "1", "choices": [{"index": 0, "text": "x" * LONGEST, "finish_reason": None}]})
     assert not record.is_usable
 
 
@@ -93,7 +93,7 @@ def test_a_long_record_is_dropped() -> None:
 )
 def test_an_unknown_event_makes_the_record_unusable(dialect: Dialect, document: Any) -> None:
     record = SentText(dialect, lambda _: True)
-    record.note(document)
+    record.take(b"", document)
     assert not record.is_usable
 
 
