@@ -76,7 +76,10 @@ class ContinuedChat:
         }
         self._pending: list[int] = []
         self._group: list[int] = []
+        self._most: int | None = None  # tokens of the next group, while the end of the reasoning is looked for
         self._last = _Choice()
+        self.has_ended = False
+        """Whether the last event was made."""
         self.failure: dict[str, Any] | None = None
         """An error event of the server."""
 
@@ -129,20 +132,22 @@ class ContinuedChat:
     @property
     def has_tokens(self) -> bool:
         """Whether there is something to derender."""
-        return bool(self._pending) or self.finish is not None
+        return not self.has_ended and (bool(self._pending) or self.finish is not None)
 
     def derender_body(self, model: str) -> bytes:
         """Return the request to ``derender`` for the tokens since the last one.
 
         The last token is left out if it ended the response: with only a tool parser, vLLM would show its text.
         """
-        self._group, self._pending = self._pending, []
-        ended_itself = self.finish == "stop" and self._last.stop_reason is None
+        size = len(self._pending) if self._most is None else self._most
+        self._group, self._pending = self._pending[:size], self._pending[size:]
+        last = _Choice() if self._pending else self._last
+        ended_itself = last.finish_reason == "stop" and last.stop_reason is None
         choice = {
             "index": 0,
             "token_ids": self._group[:-1] if ended_itself else self._group,
-            "finish_reason": self.finish,
-            "stop_reason": self._last.stop_reason,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
         }
         return orjson.dumps(
             {
@@ -163,14 +168,21 @@ class ContinuedChat:
             delta = {name: value for name, value in choice["delta"].items() if value is not None and value != []}
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidReplyError(f"derender: {type(error).__name__}") from error
-        self._state = reply.stream_state
-        group, self._made = self._group, self._made + len(self._group)
+        group = self._group
         if self._reasoning is not None and "reasoning" in delta:
+            if len(group) > 1 and not delta.keys() <= {"role", "reasoning"}:
+                # The reasoning ends in this group. Its tokens are counted, so smaller groups are needed.
+                self._pending, self._most = group + self._pending, len(group) // 2
+                return b""
             self._reasoning += len(group)
+        elif self._most is not None:
+            self._most = None
+        self._state, self._made = reply.stream_state, self._made + len(group)
+        self.has_ended = self.finish is not None and not self._pending
         shown: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": choice["finish_reason"]}
-        if self.finish is not None:
+        if self.has_ended:
             shown["stop_reason"] = choice.get("stop_reason")
         usage = usage_of(len(self._prompt), self._made, self._reasoning)
         running = {"usage": usage} if self._running else {}
         made = event({**self._record.head, "choices": [{**shown, "token_ids": group}], **running})
-        return made if self.finish is None else made + closing(self._record.head, usage)
+        return made + closing(self._record.head, usage) if self.has_ended else made

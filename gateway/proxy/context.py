@@ -144,7 +144,7 @@ class RequestContext(msgspec.Struct, eq=False):
             fallbacks.composed_at = attempt.composed_at
             if (prompt := attempt.facts.prompt) is not None and prompt.placement is not None:
                 prompt.placement.finished()
-            self._settle_slot(None)
+            self.settle_slot(None)
             self.attempt = None
 
     def choose_from_split(self, named: CatalogEntry, split: Split[CatalogEntry], key: Key, document: Mapping[str, Any]) -> CatalogEntry:
@@ -329,9 +329,9 @@ class RequestContext(msgspec.Struct, eq=False):
     def _end_queue(self, record: RequestRecord) -> None:
         """Settle what a queue has charged for the request, and note how long and why it waited."""
         record.queued, record.queue_reason = self.queued, self.queue_reason
-        self._settle_slot(record.usage)
+        self.settle_slot(record.usage)
 
-    def _settle_slot(self, usage: Usage | None) -> None:
+    def settle_slot(self, usage: Usage | None) -> None:
         """Settle the charge of the request's slot. Without a usage, the charge is what the server has probably computed."""
         slot, self.slot = self.slot, None
         if slot is None:

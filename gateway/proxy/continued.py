@@ -234,16 +234,16 @@ class _FromTokens(_Rest):
             response.pause()
         with response.movable():
             while True:
-                data = await response.read_some()
-                self._read(rest, data, server)
                 if rest.has_tokens:
                     called = monotonic()
                     self._show(rest.events(await self._post(server, DERENDER, rest.derender_body(self._served(server)))))
-                    if rest.finish is not None:
+                    if rest.has_ended:
                         break
                     await asyncio.sleep(PACE * (monotonic() - called))
-                elif not data:
+                elif not (data := await response.read_some()):
                     raise BadResponse(server.name, "ended its stream before the end of the response")
+                else:
+                    self._read(rest, data, server)
         stream.finish()
 
     def _read(self, rest: ContinuedChat, data: bytes, server: Server) -> None:

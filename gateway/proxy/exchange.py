@@ -215,6 +215,7 @@ async def _send_rest(upstream: UpstreamRequest, context: RequestContext, key: Ke
     try:
         return await attempt.send(compose)
     except NoServerError as error:
+        context.settle_slot(None)
         return await _send_from_queue(error, attempt, compose, upstream, context, key)
 
 
