@@ -85,7 +85,7 @@ class Way:
 
     def __init__(self, worker: Worker, context: WatchedRequests, counters: SharedCounters) -> None:
         self.worker, self.context, self.write_batch, self.counters = worker, context, worker.fleet.write_batch, counters
-        (server,) = worker.fleet
+        server = next(iter(worker.fleet))
         self.client, self.client_wire = worker.connection(), Wire()
         self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, self.write_batch), Wire()
         self.client.connection_made(self.client_wire)
@@ -93,10 +93,10 @@ class Way:
         self.server.connection_made(self.server_wire)
         server.add_idle_connection(self.server)
 
-    def streamed(self, pieces: Iterable[bytes], include_usage: bool) -> bytes:
-        """Return the bytes that the client gets of a response that arrives in these reads."""
+    def streamed(self, pieces: Iterable[bytes], include_usage: bool, **fields: object) -> bytes:
+        """Return the bytes that the client gets of a response that arrives in these reads. ``fields``: more fields of the request."""
         options = {"stream_options": {"include_usage": True}} if include_usage else {}
-        self.client.data_received(request(chat(stream=True, **options)))
+        self.client.data_received(request(chat(stream=True, **options, **fields)))
         self.write_batch.flush()
         assert self.server_wire.take()
         for piece in pieces:
@@ -112,11 +112,12 @@ class Way:
 
 @contextmanager
 def way(client_key: Key | None = None, served: Model | None = None) -> Iterator[Way]:
+    """Run a worker. Only the first server of the model is up."""
     nowhere, served = os.open(os.devnull, os.O_WRONLY), served or model(1)
     with shared_counters() as counts, live_servers() as servers, access_log(nowhere) as log:
         context = WatchedRequests(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
         worker = Worker(Snapshot(1, (client_key or key(),), (served,)), context, context.handle, fleet=servers)
-        worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
+        worker.apply_health(Health({served.servers[0].name: Condition.UP}, {}))
         made = Way(worker, context, counts)
         yield made
         made.end()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from gateway.client.request import ClientRequest
+from gateway.continuation.token_record import TokenRecord
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
@@ -26,6 +27,7 @@ from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
 from tests.support.examples import examples
 from tests.support.rows import each_row
+from tests.support.running import model
 from tests.support.way import Way, unchunked, way
 from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
 from upstream.balancing.attempt import UpstreamResponse
@@ -120,6 +122,46 @@ async def compare_counted(events: Sequence[bytes], left: int, end: bytes) -> Non
     fast, general = records
     assert (fast.response_bytes, fast.usage) == (general.response_bytes, general.usage)
     assert fast.gaps is not None and general.gaps is not None and fast.gaps.events == general.gaps.events == len(events)
+
+
+def with_ids(event: bytes, ids: bytes) -> bytes:
+    """Add token IDs to an event of a choice, as vLLM does for a client that requests them. Without IDs, it writes null."""
+    return event.replace(b"}}]", b'},"logprobs":null,"finish_reason":null,"token_ids":%b}]' % ids) if event.endswith(b"}}]}\n\n") else event
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    middle=st.lists(st.tuples(st.sampled_from(EVENTS), st.lists(st.integers(0, 200_000), min_size=1, max_size=3)), max_size=24),
+    counted=st.booleans(),
+    end=st.sampled_from(DETAILS),
+)
+def test_the_token_ids_are_recorded_and_hidden_on_both_paths(middle: list[tuple[bytes, list[int]]], counted: bool, end: bytes) -> None:
+    asyncio.run(compare_recorded(middle, counted, end))
+
+
+async def compare_recorded(middle: Sequence[tuple[bytes, list[int]]], counted: bool, end: bytes) -> None:
+    """Relay a stream that is recorded, with and without the fast path, and the stream of a client whose stream is not recorded."""
+    ids = [number for event, found in middle if event.endswith(b"}}]}\n\n") for number in found]
+    recorded = [with_ids(event, b"[%b]" % b",".join(b"%d" % each for each in found)) for event, found in middle]
+    plain = [with_ids(event, b"null") for event, _ in middle]
+    bodies, records = list[bytes](), list[TokenRecord]()
+    for events, cut, temperature in ((recorded, False, 0), (recorded, True, 0), (plain, False, 1)):
+        chunks = [with_usage(event, number, end) if counted else event for number, event in enumerate((ROLE, *events), 1)]
+        with closing(Journal.create("test", 1 << 16, 8)) as journal, way(served=model(1, 2)) as one:
+            for server in one.worker.fleet:
+                server.scale_out = True
+            if counted:
+                one.context.ledger = Recorder(journal)
+            reads = [STREAM_HEAD]
+            for chunk in map(frame, (*chunks, DONE)):
+                reads += [chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]] if cut else [chunk]
+            sent = one.streamed(reads, False, temperature=temperature)
+            records += [cast(Any, response)._sink.__self__.record for server in one.worker.fleet for response in server.movable]
+            one.server_wire.receive(b"0\r\n\r\n")
+            one.write_batch.flush()
+            bodies.append(unchunked(sent + one.client_wire.take()))
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert [list(record.ids) for record in records] == [ids, ids]
 
 
 FINISHED = (

@@ -1,0 +1,64 @@
+"""Which requests are continued, and how: the plan follows the table of docs/continuation.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.api.routes import Dialect
+from gateway.continuation.plan import Path, Plan, plan_of
+from gateway.snapshot.snapshot import Resume
+from tests.vllm.continuation import CHAT, COMPLETIONS, CONTINUED, MESSAGES, REGENERATED, RESPONSES, ROWS, Row, stored
+
+DIALECTS = {CHAT: Dialect.CHAT, COMPLETIONS: Dialect.COMPLETIONS, MESSAGES: Dialect.MESSAGES, RESPONSES: Dialect.RESPONSES}
+HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+BY_IDS, AGAIN = Plan(Path.TOKEN_IDS), Plan(Path.REGENERATION)
+
+
+def chat(resume: Resume = Resume.EXACT, *, scale_out: bool = True, **fields: Any) -> Plan | None:
+    return plan_of({**HELLO, **fields}, Dialect.CHAT, resume, scale_out=scale_out)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.path} {row.feature}")
+def test_a_plan_is_a_path_that_the_table_proves(row: Row) -> None:
+    outcome = stored()[row.path, row.feature]["outcome"]
+    plan = plan_of({"model": "m", "stream": True, **row.body}, DIALECTS[row.path], Resume.EXACT, scale_out=True)
+    if plan is not None and plan.path is Path.TOKEN_IDS:
+        assert outcome == CONTINUED
+    elif plan is not None:
+        assert outcome in (CONTINUED, REGENERATED), "a second response is exact there, too"
+    else:
+        assert outcome not in (CONTINUED, REGENERATED)
+
+
+def test_a_field_that_was_not_proved_needs_a_second_response() -> None:
+    assert chat(temperature=0) == BY_IDS
+    assert chat(temperature=0, a_new_field=1) == AGAIN
+    assert chat(temperature=0, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]) == AGAIN
+    assert chat(temperature=0, messages=[{"role": "user", "content": [{"type": "text", "text": "t"}]}]) == BY_IDS
+    assert chat(temperature=0, n=2) == chat(temperature=0, presence_penalty=1) == chat(temperature=0, return_token_ids=True) == AGAIN
+
+
+def test_a_chat_needs_the_routes_for_token_ids() -> None:
+    assert chat(temperature=0, scale_out=False) == AGAIN
+    assert plan_of({"model": "m", "prompt": "p", "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, scale_out=False) == BY_IDS
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2]], []])
+def test_several_prompts_are_not_continued_by_token_ids(prompt: object) -> None:
+    assert plan_of({"model": "m", "prompt": prompt, "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, scale_out=True) == AGAIN
+
+
+def test_a_sampled_response_is_continued_only_where_the_operator_accepts_another_rest() -> None:
+    assert chat() is None
+    assert chat(temperature=0.7) is None
+    assert chat(Resume.SAMPLED) == chat(Resume.SAMPLED, temperature=0.7) == Plan(Path.TOKEN_IDS, sampled=True)
+    assert chat(Resume.SAMPLED, temperature=0) == BY_IDS
+    assert chat(Resume.SAMPLED, temperature=0.7, seed=1) == chat(temperature=0.7, seed=1) == AGAIN, "the same response again"
+    assert chat(Resume.SAMPLED, structured_outputs={"choice": ["a"]}) is None
+
+
+def test_nothing_is_continued_without_the_setting() -> None:
+    assert chat(Resume.OFF, temperature=0) is None
+    assert plan_of({"temperature": 0}, Dialect.PLAIN, Resume.EXACT, scale_out=True) is None

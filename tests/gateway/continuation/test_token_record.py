@@ -1,0 +1,122 @@
+"""The record of a stream has the tokens of the events that were sent, and the client gets none of their IDs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.api.routes import Dialect
+from gateway.continuation.token_record import BYTES_PER_TOKEN, LONGEST, STEP, TokenRecord
+from tests.support.examples import examples
+
+HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+
+
+def unlimited(_: int) -> bool:
+    return True
+
+
+def event(document: object) -> bytes:
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def chunk(delta: dict[str, Any], ids: list[int] | None, finish: str | None = None, **more: object) -> dict[str, Any]:
+    return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "token_ids": ids}], **more}
+
+
+def recorded(documents: list[dict[str, Any]], dialect: Dialect = Dialect.CHAT, hold: Callable[[int], bool] = unlimited) -> TokenRecord:
+    record = TokenRecord(dialect, hold)
+    for document in documents:
+        record.take(event(document), document)
+    return record
+
+
+_TEXTS = st.text(max_size=20)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(_TEXTS, st.lists(st.integers(0, 2**32), min_size=1, max_size=4)), max_size=20))
+def test_an_event_is_the_one_that_a_server_sends_without_token_ids(parts: list[tuple[str, list[int]]]) -> None:
+    record = TokenRecord(Dialect.CHAT, unlimited)
+    for text, ids in parts:
+        document = chunk({"content": text, "note": '"token_ids":[1]'}, ids, usage={"prompt_tokens": 3})
+        plain = chunk({"content": text, "note": '"token_ids":[1]'}, None, usage={"prompt_tokens": 3})
+        assert record.take(event(document), document) == event(plain)
+        assert document == plain
+    assert list(record.ids) == [number for _, ids in parts for number in ids]
+    assert list(record.lengths) == [len(ids) for _, ids in parts]
+
+
+def test_an_event_that_exists_only_for_its_token_ids_is_left_out() -> None:
+    record = TokenRecord(Dialect.CHAT, unlimited)
+    for document, shown in ((chunk({}, [7]), False), (chunk({}, None), True), (chunk({}, [8], "stop"), True)):
+        assert bool(record.take(event(document), document)) is shown
+    assert list(record.ids) == [7, 8], "its tokens are part of the response"
+    assert record.finish == "stop"
+
+
+def test_an_event_of_several_lines_is_written_again_without_its_ids() -> None:
+    document = chunk({"content": "a"}, [1])
+    lines = orjson.dumps(document, option=orjson.OPT_INDENT_2).replace(b"\n", b"\ndata: ")
+    assert TokenRecord(Dialect.CHAT, unlimited).take(b"data: " + lines + b"\n\n", document) == event(chunk({"content": "a"}, None))
+
+
+def test_the_record_has_what_a_continuation_must_repeat() -> None:
+    role = {**HEAD, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2, 3]}
+    call = {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "f"}}]}
+    record = recorded([role, chunk(call, [5]), chunk({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}, [6, 7])])
+    assert (record.head, record.prompt_size, list(record.prompt)) == (HEAD, 3, [])
+    assert (record.tools_sent, record.call_ids, record.has_begun, record.finish) == (True, ["call-1"], True, None)
+    final = {**HEAD, "choices": [], "usage": {"prompt_tokens": 3}}
+    assert record.take(event(final), final) == event(final)
+    assert record.usage_sent
+
+
+def test_a_completion_continues_after_its_last_text() -> None:
+    texts: list[tuple[str, list[int]]] = [("a", [1]), ("b", [2, 3]), ("", [4]), ("", [5, 6])]
+    documents = [{**HEAD, "choices": [{"index": 0, "text": text, "token_ids": ids, "prompt_token_ids": [9, 9]}]} for text, ids in texts]
+    record = recorded(documents, Dialect.COMPLETIONS)
+    assert list(record.prompt) == [9, 9]
+    record.keep_shown()
+    assert (list(record.ids), list(record.lengths)) == ([1, 2, 3], [1, 2])
+
+
+@pytest.mark.parametrize("ids", [[2**32], [1, 2**50], [2**63 - 1]])
+def test_large_token_ids_are_recorded(ids: list[int]) -> None:
+    record = recorded([chunk({"content": "a"}, [1]), chunk({"content": "b"}, ids), chunk({"content": "c"}, [2])])
+    assert list(record.ids) == [1, *ids, 2]
+
+
+@pytest.mark.parametrize("ids", [[2**63], [-(2**70)], list(range(70_000))])
+def test_what_is_no_vocabulary_ends_the_record(ids: list[int]) -> None:
+    record = recorded([chunk({"content": "a"}, [1]), chunk({"content": "b"}, ids), chunk({"content": "c"}, [2])])
+    assert not record.is_usable
+    assert not record.ids
+
+
+def test_memory_is_reserved_in_steps() -> None:
+    asked = list[int]()
+    record = recorded([chunk({"content": "a"}, [n]) for n in range(2 * STEP)], hold=lambda size: asked.append(size) is None)
+    assert asked == [STEP * BYTES_PER_TOKEN, 2 * STEP * BYTES_PER_TOKEN]
+    assert len(record.ids) == 2 * STEP
+
+
+def test_without_memory_the_record_ends_and_the_stream_goes_on() -> None:
+    record = TokenRecord(Dialect.CHAT, lambda _: False)
+    document = chunk({"content": "a"}, [1])
+    assert record.take(event(document), document) == event(chunk({"content": "a"}, None))
+    assert not record.is_usable
+    record.add_shown(b"1,2")
+    assert not record.ids
+
+
+def test_a_record_has_a_greatest_length() -> None:
+    record = TokenRecord(Dialect.CHAT, unlimited)
+    for _ in range(LONGEST // STEP + 1):
+        record.add([1] * STEP)
+    assert not record.is_usable
