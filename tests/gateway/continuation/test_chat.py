@@ -45,10 +45,8 @@ def sent(rest: ContinuedChat) -> dict[str, Any]:
 def test_the_tokens_so_far_are_part_of_the_prompt() -> None:
     rest = continued(min_tokens=5)
     rendered = orjson.loads(rest.render_body("served"))
-    assert rendered == {name: value for name, value in REQUEST.items() if not name.startswith("stream")} | {
-        "model": "served",
-        "min_tokens": 5,
-    }
+    whole = {name: value for name, value in REQUEST.items() if not name.startswith("stream")}
+    assert rendered == {**whole, "model": "served", "min_tokens": 5}
     body = orjson.loads(rest.generate_body(RENDERED, "served"))
     params = {"max_tokens": 8, "min_tokens": 3, "temperature": 0.0}
     assert body["token_ids"] == [8, 9, 1, 2]
@@ -97,8 +95,8 @@ def test_the_events_are_those_of_the_lost_server() -> None:
     body = sent(rest)
     assert body["stream_state"] == {"step": 1}
     assert body["generate_chunk"]["choices"][0]["token_ids"] == [4], "the token that ended the response has no text"
-    choice = {**choice, "delta": {"content": "d"}, "finish_reason": "stop", "token_ids": [4, 5], "stop_reason": None}
-    last = event({**HEAD, "choices": [choice], "usage": usage_of(2, 5)})
+    ended = {"index": 0, "delta": {"content": "d"}, "logprobs": None, "finish_reason": "stop", "stop_reason": None, "token_ids": [4, 5]}
+    last = event({**HEAD, "choices": [ended], "usage": usage_of(2, 5)})
     assert rest.events(derendered({"content": "d"}, "stop")) == last + event({**HEAD, "choices": [], "usage": usage_of(2, 5)}) + DONE
     assert rest.has_ended
 
@@ -131,9 +129,7 @@ def test_other_events_are_refused(data: bytes) -> None:
         continued().feed(data)
 
 
-@pytest.mark.parametrize(
-    "reply", [b"", b"{}", b'{"chunk":{"choices":[]},"stream_state":{}}', b'{"chunk":{"choices":[1]},"stream_state":{}}']
-)
+@pytest.mark.parametrize("reply", [b"", b"{}", b'{"chunk":{},"stream_state":{}}', b'{"chunk":{"choices":[1]},"stream_state":{}}'])
 def test_other_replies_are_refused(reply: bytes) -> None:
     rest = continued()
     rest.generate_body(RENDERED, "m")

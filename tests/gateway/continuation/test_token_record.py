@@ -41,7 +41,7 @@ _TEXTS = st.text(max_size=20)
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(_TEXTS, st.lists(st.integers(0, 2**32), min_size=1, max_size=4)), max_size=20))
-def test_an_event_is_the_one_that_a_server_sends_without_token_ids(parts: list[tuple[str, list[int]]]) -> None:
+def test_an_event_equals_that_of_a_server_without_token_ids(parts: list[tuple[str, list[int]]]) -> None:
     record = TokenRecord(Dialect.CHAT, unlimited)
     for text, ids in parts:
         document = chunk({"content": text, "note": '"token_ids":[1]'}, ids, usage={"prompt_tokens": 3})
@@ -92,7 +92,7 @@ def test_large_token_ids_are_recorded(ids: list[int]) -> None:
     assert list(record.ids) == [1, *ids, 2]
 
 
-@pytest.mark.parametrize("ids", [[2**63], [-(2**70)], list(range(70_000))])
+@pytest.mark.parametrize("ids", [[2**63], list(range(70_000))])
 def test_what_is_no_vocabulary_ends_the_record(ids: list[int]) -> None:
     record = recorded([chunk({"content": "a"}, [1]), chunk({"content": "b"}, ids), chunk({"content": "c"}, [2])])
     assert not record.is_usable
@@ -100,13 +100,18 @@ def test_what_is_no_vocabulary_ends_the_record(ids: list[int]) -> None:
 
 
 def test_memory_is_reserved_in_steps() -> None:
-    asked = list[int]()
-    record = recorded([chunk({"content": "a"}, [n]) for n in range(2 * STEP)], hold=lambda size: asked.append(size) is None)
-    assert asked == [STEP * BYTES_PER_TOKEN, 2 * STEP * BYTES_PER_TOKEN]
+    sizes = list[int]()
+
+    def hold(size: int) -> bool:
+        sizes.append(size)
+        return True
+
+    record = recorded([chunk({"content": "a"}, [n]) for n in range(2 * STEP)], hold=hold)
+    assert sizes == [STEP * BYTES_PER_TOKEN, 2 * STEP * BYTES_PER_TOKEN]
     assert len(record.ids) == 2 * STEP
 
 
-def test_without_memory_the_record_ends_and_the_stream_goes_on() -> None:
+def test_without_memory_the_record_ends_and_the_stream_continues() -> None:
     record = TokenRecord(Dialect.CHAT, lambda _: False)
     document = chunk({"content": "a"}, [1])
     assert record.take(event(document), document) == event(chunk({"content": "a"}, None))
