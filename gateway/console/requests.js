@@ -169,6 +169,7 @@ function requestFacts(one) {
     ["Server", one.server],
     ["Attempts", one.retries ? `${one.retries + 1}` : null],
     ["Failed servers", one.failures],
+    ["Continued after", one.continuations],
     ["Limit", one.limit_holder && `${one.reason} of ${one.limit_holder}`],
     ["Field", one.param],
   ]);

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from gateway.api.routes import ENDPOINTS
 from gateway.api.vllm.lax_int import lax_int
+from gateway.ledger.continued_rows import rows_of_servers
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
 from gateway.ledger.rejections import RejectionSample
@@ -132,7 +133,10 @@ class Recorder:
         open_request = self._open.pop(record.id, None)
         if record.endpoint in _ENDPOINTS:
             if record.key is not None:
-                self._journal.append(encode(self._row(record, record.key, open_request)))
+                self._journal.append(encode(row := self._row(record, record.key, open_request)))
+                if record.continuations:
+                    for each in rows_of_servers(row, record.continuations):
+                        self._journal.append(encode(each))
             elif record.code is not None:
                 self.rejections.add(record)
         if open_request is not None and (slot := open_request.slot) is not None:
@@ -171,6 +175,8 @@ class Recorder:
         row.estimated_by = record.estimated_by
         row.reason = record.reason or record.incomplete
         row.nearest_limit = record.nearest_limit
+        if record.continuations:
+            row.continuations = _printable(", ".join(map(str, record.continuations)))
         if record.code is not None:
             row.code, row.param, row.requested_model = record.code, record.param, requested_model(record)
             row.limit_holder = record.limit_holder

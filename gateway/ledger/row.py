@@ -30,6 +30,12 @@ LOST = "lost"
 MIRRORED = "mirrored requests"
 """``key`` of the copy of a request that was sent to another model. No key has an ID with a space."""
 
+CONTINUED = "continued streams"
+"""``key`` of the tokens of a stream that were made by servers that it has lost, and of the difference that they make to its last server."""
+
+UNBILLED_KEYS = (MIRRORED, CONTINUED)
+"""The keys of rows that explain the counts of engines, and belong to no client."""
+
 
 class UsageRow(msgspec.Struct, array_like=True, gc=False):
     """One request of a known key, with the columns that store it. None: not known.
@@ -141,6 +147,15 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
             "nearest_limit",
             "the budget with the largest used share when the response began, if that was at least `limits.warn_at`, for example "
             "`93% of tokens_per_day of key team-a`; otherwise empty",
+        ),
+    ] = None
+
+    continuations: Annotated[
+        str | None,
+        Column(
+            "continuations",
+            "the servers that were lost during the stream, each with the cause, and the path and outcome of the "
+            "[continuation](continuation.md), for example `qwen#0 disconnected token_ids continued`; empty for none",
         ),
     ] = None
 

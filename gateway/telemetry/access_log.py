@@ -18,8 +18,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
-from gateway.telemetry.request_record import RequestRecord, requested_model
+from gateway.telemetry.request_record import Continuation, RequestRecord, requested_model
 
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
@@ -61,6 +62,7 @@ class _Line(msgspec.Struct, omit_defaults=True, gc=False):
     reasoning_tokens: int = 0
     estimated_by: str | None = None
     retries: int = 0
+    continuations: Sequence[Mapping[str, Any]] = ()
     queue_ms: float = -1.0
     queue_reason: str | None = None
     first_byte_ms: float | None = None
@@ -111,10 +113,18 @@ def line(record: RequestRecord) -> bytes:
         line.request = record.shape
     if record.explanation is not None:
         line.balance = record.explanation
+    if record.continuations:
+        line.continuations = [_shown(each) for each in record.continuations]
     if record.code is not None:
         line.code, line.param, line.detail = record.code, record.param, record.detail
         line.requested_model = requested_model(record)
     return _encode(line) + b"\n"
+
+
+def _shown(each: Continuation) -> dict[str, Any]:
+    """Return a continuation as it is logged. Unknown values are omitted."""
+    shown = {name: value for name, value in asdict(each).items() if name not in ("gap", "at") and value is not False}
+    return shown | ({} if each.gap is None else {"gap_ms": _milliseconds(each.gap)})
 
 
 def _milliseconds(seconds: float) -> float:

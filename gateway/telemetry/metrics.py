@@ -21,7 +21,7 @@ import msgspec
 from gateway.api.errors import AUTH_REASONS
 from gateway.api.routes import ENDPOINTS
 from gateway.snapshot.snapshot import Snapshot
-from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
+from gateway.telemetry.request_record import Continuation, ReadGapCounts, RequestRecord
 from gateway.telemetry.shared_counters import SharedCells, SharedCounters, SharedCountersFullError
 from gateway.telemetry.token_rates import ModelTokens
 
@@ -136,6 +136,17 @@ _FAMILIES = (
     Family("key_set_up", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
     Family("dependency_up", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
     Family("retries_total", "Requests sent to a server again.", ("model",)),
+    Family(
+        "continuations_total",
+        "Streams that lost their server and were to be continued on another one, by how, why and with which outcome.",
+        ("model", "path", "cause", "outcome"),
+    ),
+    Family("continuation_gap_seconds", "Time from the loss of a stream's server to its next event.", ("model", "path"), _DURATION),
+    Family(
+        "continuation_tokens_total",
+        "Tokens that continuations cost: prompt is the second prefill, lost are tokens that were made again.",
+        ("model", "type"),
+    ),
     Family("fallbacks_total", "Requests served by a fallback model.", ("model", "fallback")),
     Family("split_requests_total", "Requests for a split by the model that served them.", ("split", "model")),
     Family("mirrored_requests_total", "Copies of requests for another model by result.", ("model", "to", "result")),
@@ -364,6 +375,8 @@ class WorkerMetrics:
                     reasoning[0] += usage.reasoning
         if record.gaps is not None:
             self._count_stream(record, model, record.gaps)
+            if record.continuations:
+                self._count_continuations(record.continuations, model)
         if code is not None or record.incomplete is not None or record.failures or record.requested_model is not None:
             self._count_failures(record, model)
         if record.split is not None:
@@ -389,6 +402,14 @@ class WorkerMetrics:
             if count:
                 latencies[index] += count
         latencies[-1] += gaps.total
+
+    def _count_continuations(self, continuations: tuple[Continuation, ...], model: str) -> None:
+        for each in continuations:
+            self.cells("continuations_total", model, each.path, each.cause, each.outcome)[0] += 1
+            self.cells("continuation_tokens_total", model, "lost")[0] += each.lost_tokens
+            self.cells("continuation_tokens_total", model, "prompt")[0] += each.prompt_tokens
+            if each.gap is not None:
+                observe(self.cells("continuation_gap_seconds", model, each.path), _DURATION, each.gap)
 
     def _count_failures(self, record: RequestRecord, model: str) -> None:
         for owner, server, reason in record.failures:

@@ -42,7 +42,7 @@ class Continuation(msgspec.Struct, frozen=True, gc=False):
     ``server`` is the lost one, and ``cause`` the reason of its failure. ``path`` is ``token_ids`` or ``regeneration``. ``outcome`` is
     ``continued``, ``failed`` (no server could continue it) or ``different`` (a regenerated response was not equal to what had been sent).
     ``gap``: seconds from the loss to the next event; None unless it was continued. ``lost_tokens`` were made again, and ``prompt_tokens``
-    are those of the second prefill. ``sampled``: the rest of the response is another draw.
+    are those of the second prefill. ``sampled``: the rest of the response is another draw. ``at``: seconds from the request to the loss.
     """
 
     server: str
@@ -53,6 +53,10 @@ class Continuation(msgspec.Struct, frozen=True, gc=False):
     lost_tokens: int = 0
     prompt_tokens: int = 0
     sampled: bool = False
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.server} {self.cause} {self.path} {self.outcome}" + (" sampled" if self.sampled else "")
 
 
 class RequestRecord(msgspec.Struct, eq=False, gc=False):

@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from gateway import __version__
-from gateway.telemetry.request_record import RequestRecord, requested_model
+from gateway.telemetry.request_record import Continuation, RequestRecord, requested_model
 from gateway.telemetry.trace import Trace
 
 if TYPE_CHECKING:  # OpenTelemetry is optional: only the exporting thread imports it
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _MAX_WAITING = 16  # batches that may wait for a slow collector; a batch is what one tick gathered
@@ -139,10 +141,20 @@ def span(record: RequestRecord, trace: Trace, resource: Resource, scheme: str) -
         attributes=attributes(record, scheme),
         kind=SpanKind.SERVER,
         status=Status(StatusCode.ERROR if failed(record) else StatusCode.UNSET),
+        events=[_event(each, start) for each in record.continuations],
         start_time=start,
         end_time=start + int(record.duration * 1e9),
         instrumentation_scope=InstrumentationScope("vllm_gateway", __version__),
     )
+
+
+def _event(each: Continuation, start: int) -> Event:
+    """Make an event of a span, at the time at which a server was lost. ``start``: of the span, in nanoseconds."""
+    from opentelemetry.sdk.trace import Event
+
+    values = {name: value for name, value in asdict(each).items() if name != "at" and value is not None}
+    attributes = {f"vllm_gateway.continuation.{name}": value for name, value in values.items()}
+    return Event("vllm_gateway.continuation", attributes, start + int(each.at * 1e9))
 
 
 def operation(endpoint: str) -> str:

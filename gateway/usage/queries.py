@@ -22,7 +22,7 @@ from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.ledger.months.tables import COST, SUMS, TOTALS
 from gateway.ledger.months.totals import HALF, sums_of_rows
-from gateway.ledger.row import MIRRORED
+from gateway.ledger.row import UNBILLED_KEYS
 from gateway.ledger.schema import USAGE
 from gateway.snapshot.identity import subject_prefix
 from gateway.snapshot.money import NANO, json_number
@@ -256,7 +256,7 @@ def _of_names(table: Table, query: UsageQuery) -> list[ColumnElement[bool]]:
     if query.keys is not None:
         conditions.append(table.c.key.in_(query.keys))
     if query.key is None:
-        return [*conditions, table.c.key != MIRRORED]
+        return [*conditions, table.c.key.not_in(UNBILLED_KEYS)]
     return [*conditions, rows_of(query.key, with_subjects=query.with_subjects, table=table)]
 
 

@@ -132,7 +132,7 @@ class RowSums:
 
     ``choices``, ``truncated_choices``: the additional tokens that the engine counts if each request has all its ``n`` choices; 0 for
     completions. ``estimated``: the part of all three that is estimated. ``mirrored``: the part of ``complete`` and ``truncated`` that is of
-    copies of requests.
+    copies of requests, and ``continued`` that of continued streams on several servers.
     """
 
     complete: int = 0
@@ -142,6 +142,7 @@ class RowSums:
     truncated_choices: int = 0
     estimated: int = 0
     mirrored: int = 0
+    continued: int = 0
 
     @property
     def total(self) -> int:
@@ -165,7 +166,9 @@ class LedgerSums:
 class Classes:
     """The tokens of one kind that an engine has counted, by class. ``engine`` is the sum of all other fields.
 
-    ``ledger``: tokens recorded for complete and truncated responses. ``mirrored``: the same for copies of requests. ``choices``: the
+    ``ledger``: tokens recorded for complete and truncated responses. ``mirrored``: the same for copies of requests. ``continued``: what
+    servers that a stream has lost have counted for it, and for its last server the longer prompt, without the tokens that others made, so
+    that the number may be negative. ``choices``: the
     prompt, again for each further of ``n`` choices. ``not_delivered``: completion tokens that were generated and not delivered.
     ``cancelled_prefill``: prompts that were computed for requests that were cancelled before their first event. ``direct_use``: requests
     that did not come through the gateway. ``lost``: recorded for requests whose worker died. ``uncounted``: complete responses for which
@@ -177,6 +180,7 @@ class Classes:
     engine: int = 0
     ledger: int = 0
     mirrored: int = 0
+    continued: int = 0
     choices: int = 0
     not_delivered: int = 0
     cancelled_prefill: int = 0
@@ -213,8 +217,9 @@ def _classes(engine: int, finished: int, rows: RowSums, is_direct: bool, has_unc
     estimates = max(min(rest, 0), -rows.estimated)
     return Classes(
         engine=engine,
-        ledger=rows.complete + rows.truncated - rows.mirrored,
+        ledger=rows.complete + rows.truncated - rows.mirrored - rows.continued,
         mirrored=rows.mirrored,
+        continued=rows.continued,
         choices=rows.choices,
         not_delivered=max(rest, 0),
         direct_use=direct,

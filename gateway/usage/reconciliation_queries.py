@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, case, func, insp
 
 from gateway import config as conf
 from gateway.ledger.engine_samples import read_samples
-from gateway.ledger.row import LOST, MIRRORED
+from gateway.ledger.row import CONTINUED, LOST, MIRRORED
 from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
 from gateway.usage.database import connected, open_ledger
 from gateway.usage.errors import QueryError
@@ -146,13 +146,14 @@ def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> 
     was_sent = and_(used_engine, or_(usage.code.is_(None), usage.code.not_in(_NEVER_SENT)))
     is_estimated = or_(usage.estimated, usage.estimated_by.is_not(None))
     is_uncounted = and_(used_engine, complete, usage.status == 200, or_(usage.prompt_tokens.is_(None), is_estimated))
-    is_mirrored = usage.key == MIRRORED
+    is_mirrored, is_continued = usage.key == MIRRORED, usage.key == CONTINUED
     again = usage.prompt_tokens * (func.coalesce(usage.choices, 1) - 1)
 
     def total(value: Any, condition: ColumnElement[bool]) -> ColumnElement[Any]:
         return func.coalesce(func.sum(case((condition, func.coalesce(value, 0)), else_=0)), 0)
 
-    parts = {"complete": complete, "truncated": truncated, "lost": lost, "estimated": is_estimated, "mirrored": is_mirrored}
+    parts = {"complete": complete, "truncated": truncated, "lost": lost, "estimated": is_estimated}
+    parts |= {"mirrored": is_mirrored, "continued": is_continued}
     columns = {
         **{f"{kind} {name}": total(usage[f"{kind}_tokens"], part) for kind in KINDS for name, part in parts.items()},
         "prompt choices": total(again, complete),

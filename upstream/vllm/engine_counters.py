@@ -28,6 +28,7 @@ _WITHOUT_ENGINE = frozenset(
         b"/detokenize",
         b"/v1/messages/count_tokens",
         b"/v1/chat/completions/render",
+        b"/v1/chat/completions/derender",
         b"/v1/completions/render",
         b"/v1/responses/render",
         b"/sleep",

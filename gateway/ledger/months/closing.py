@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, func, inse
 from gateway.ledger.errors import MonthError
 from gateway.ledger.months.tables import CLOSED, COST, MONTHS, SUMS, TOTALS
 from gateway.ledger.months.totals import HALF, sums_of_rows
-from gateway.ledger.row import MIRRORED, UsageRow
+from gateway.ledger.row import UNBILLED_KEYS, UsageRow
 from gateway.ledger.schema import USAGE, utc
 from gateway.ledger.statements import batches, insert_into
 from gateway.snapshot.money import decimal_text
@@ -181,7 +181,7 @@ def _summed(engine: Engine, month: str, *, late: bool) -> list[str]:
 def _of_month(table: Table, month: str, *, late: bool) -> list[ColumnElement[bool]]:
     first, end = month_of(month)
     columns = table.c
-    conditions = [columns.day >= first, columns.day < end, columns.key != MIRRORED]
+    conditions = [columns.day >= first, columns.day < end, columns.key.not_in(UNBILLED_KEYS)]
     if late:
         return [*conditions, columns.late.is_not(None)]
     if table is USAGE:  # the day is that of the time, which has an index

@@ -71,6 +71,8 @@ def time_line(request: Request) -> Iterator[tuple[datetime, str]]:
         yield after, f"sent to {printable(request['server'])}{again}"
     if request["first_token_ms"] is not None:
         yield start + timedelta(milliseconds=request["first_token_ms"]), f"first event after {_seconds(request['first_token_ms'])}"
+    if request["continuations"] is not None:
+        yield after, f"continued after the loss of a server: {printable(request['continuations'])}"
     if request["total_ms"] is not None:
         ended = start + timedelta(milliseconds=request["total_ms"])
         end = "the client disconnected" if request["status"] == _CLIENT_CLOSED else f"ended with status {request['status']}"

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, inspect, 
 
 from gateway import config as conf
 from gateway.ledger.months.tables import TOTALS
-from gateway.ledger.row import COLUMNS
+from gateway.ledger.row import COLUMNS, CONTINUED
 from gateway.ledger.schema import USAGE, utc
 from gateway.snapshot.link import RejectedRequest
 from gateway.snapshot.money import json_number
@@ -158,7 +158,7 @@ def statement(query: RequestQuery, connection: Connection) -> Select[Any]:
     if query.id is not None:
         conditions.append(usage.request_id == query.id)
     else:
-        conditions += _of_time(query)
+        conditions += (usage.key != CONTINUED, *_of_time(query))
     if query.with_cut:
         conditions += usage.reason.in_(_CUT_REASONS), usage.incomplete.in_(_CUT), usage.status < 500
     is_first = query.id is None and not query.with_cut

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.api.usage import Usage
 from gateway.telemetry.access_log import AccessLog, access_log, line
+from gateway.telemetry.request_record import Continuation
 from tests.gateway.telemetry.test_metrics import record
 from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, serving, until
@@ -64,6 +65,17 @@ def test_the_line_of_a_request_that_waited_says_why() -> None:
     written = orjson.loads(line(record(queued=0.5, queue_reason="full")))
     assert (written["queue_ms"], written["queue_reason"]) == (500.0, "full")
     assert "queue_reason" not in orjson.loads(line(record()))
+
+
+def test_the_line_of_a_continued_stream_has_its_servers() -> None:
+    lost = (
+        Continuation("m#0", "moved", "token_ids", "continued", 0.3125, 2, 130, sampled=True),
+        Continuation("m#1", "aborted", "p", "failed"),
+    )
+    (shown,) = lines(line(record(continuations=lost)))
+    first = {"server": "m#0", "cause": "moved", "path": "token_ids", "outcome": "continued", "lost_tokens": 2, "prompt_tokens": 130}
+    second = {"server": "m#1", "cause": "aborted", "path": "p", "outcome": "failed", "lost_tokens": 0, "prompt_tokens": 0}
+    assert shown["continuations"] == [{**first, "sampled": True, "gap_ms": 312.5}, second]
 
 
 def test_what_is_there_is_written_at_the_end(pipe: tuple[int, int]) -> None:

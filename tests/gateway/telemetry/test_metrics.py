@@ -19,7 +19,7 @@ from gateway.api.usage import Usage
 from gateway.key_management.key_list import LastUse
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.telemetry.metrics import FAMILIES, PREFIX, CounterSums, ReadGaps, Series, WorkerMetrics, observe, sum_series
-from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.request_record import Continuation, RequestRecord
 from gateway.telemetry.shared_counters import SharedCounters
 from tests.support.running import key, model
 
@@ -148,6 +148,19 @@ def test_a_stream_that_ends_before_its_first_token_has_no_time_to_it(counters: S
     shown = samples(counters)
     assert value(shown, "inter_chunk_latency_seconds_count", model="tiny") == 1
     assert not any(name == "time_to_first_token_seconds_count" for name, _ in shown)
+
+
+def test_continuations_are_counted_with_their_cost(counters: SharedCounters) -> None:
+    continued = Continuation("m#0", "moved", "token_ids", "continued", 0.3, lost_tokens=2, prompt_tokens=130)
+    failed = Continuation("m#1", "disconnected", "regeneration", "failed")
+    WorkerMetrics(counters).record_request(record(model="m", gaps=ReadGaps(0.0), continuations=(continued, failed)))
+    shown = samples(counters)
+    labels = {"model": "m", "path": "token_ids"}
+    assert value(shown, "continuations_total", **labels, cause="moved", outcome="continued") == 1
+    assert value(shown, "continuations_total", model="m", path="regeneration", cause="disconnected", outcome="failed") == 1
+    assert value(shown, "continuation_gap_seconds_sum", **labels) == 0.3
+    assert value(shown, "continuation_gap_seconds_count", **labels) == 1
+    assert [value(shown, "continuation_tokens_total", model="m", type=kind) for kind in ("lost", "prompt")] == [2, 130]
 
 
 def test_requests_with_the_same_status_are_distinguished_by_their_error(counters: SharedCounters) -> None:

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, url_attributes
@@ -26,8 +27,9 @@ from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
 from gateway.config import load
 from gateway.snapshot.snapshot import Tracing
+from gateway.telemetry.request_record import Continuation
 from gateway.telemetry.trace import Sampler, Trace
-from gateway.telemetry.tracing import Spans, attributes, operation
+from gateway.telemetry.tracing import Spans, attributes, operation, span
 from tests.gateway.telemetry.test_metrics import record
 from tests.support.collector import Collector, collector
 from tests.support.collector import attributes as plain
@@ -88,6 +90,19 @@ async def test_a_request_is_a_span(collected: Collector) -> None:
         "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2, "gen_ai.usage.cache_read.input_tokens": 1,
         "gen_ai.usage.reasoning.output_tokens": 0, "vllm_gateway.request_id": reply.headers["x-request-id"],
         "vllm_gateway.key": "team-a", "vllm_gateway.server": "tiny#0", "vllm_gateway.retries": 0, "vllm_gateway.queued": 0.0,
+    }  # fmt: skip
+
+
+def test_a_continued_stream_has_an_event_for_each_lost_server() -> None:
+    lost = Continuation("m#0", "moved", "token_ids", "continued", 0.25, 2, 130, at=1.5)
+    made = span(record(continuations=(lost,)), Trace(TRACE, PARENT, None, True), Resource({}), "http")
+    assert made.start_time is not None
+    [event] = made.events
+    assert (event.name, event.timestamp - made.start_time) == ("vllm_gateway.continuation", 1_500_000_000)
+    prefix = "vllm_gateway.continuation."
+    assert {name.removeprefix(prefix): value for name, value in (event.attributes or {}).items()} == {
+        "server": "m#0", "cause": "moved", "path": "token_ids", "outcome": "continued",
+        "gap": 0.25, "lost_tokens": 2, "prompt_tokens": 130, "sampled": False,
     }  # fmt: skip
 
 

@@ -15,9 +15,11 @@ import pytest
 from rich.console import Console
 from sqlalchemy import create_engine
 
+from gateway.ledger.continued_rows import rows_of_servers
 from gateway.ledger.engine_samples import EngineSample, PendingSamples
 from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.store import UsageStore, database_url
+from gateway.telemetry.request_record import Continuation
 from gateway.usage.errors import QueryError
 from gateway.usage.queries import UsageQuery
 from gateway.usage.reconciliation import Classes
@@ -84,6 +86,20 @@ def test_copies_of_requests_are_a_class_and_no_direct_use(store: UsageStore) -> 
     [found] = reconciled(store).servers
     assert found.prompt == Classes(engine=2040, ledger=110, mirrored=55, choices=70, cancelled_prefill=5, direct_use=800, lost=1000)
     assert found.completion == Classes(engine=157, ledger=27, mirrored=10, not_delivered=17, direct_use=100, lost=3)
+
+
+def test_a_continued_stream_is_explained_on_each_of_its_servers(store: UsageStore) -> None:
+    own = row(1, started=STARTED + 1, server="tiny#1", prompt=100, completion=80, duration=20.0)
+    others = rows_of_servers(own, [Continuation("tiny#0", "moved", "token_ids", "continued", 0.1, prompt_tokens=130, at=8.0)])
+    lost = replace(BEGIN, time=STARTED + 10, prompt=100, completion=31, responses=1)
+    last = replace(BEGIN, server="tiny#1")
+    end = replace(last, time=STARTED + 100, prompt=130, completion=50, finished_prompt=130, finished_completion=50, responses=2)
+    write(store, [BEGIN, lost, last, end], (own, *others))
+    first, second = reconciled(store).servers
+    assert (first.prompt, first.completion) == (Classes(engine=100, continued=100), Classes(engine=31, continued=30, not_delivered=1))
+    assert second.prompt == Classes(engine=130, ledger=100, continued=30)
+    assert second.completion == Classes(engine=50, ledger=80, continued=-30)
+    assert first.prompt_unsampled == second.prompt_unsampled == 0
 
 
 def test_the_row_of_a_lost_request_names_no_server(store: UsageStore) -> None:
@@ -175,7 +191,7 @@ def test_the_output_has_each_class(store: UsageStore) -> None:
     assert "4 prompt and 5 completion tokens of the ledger are outside" in table
     lines = printed(result, "csv").splitlines()
     assert lines[0].startswith(
-        "model,server,tokens,since,until,engine,ledger,mirrored,choices,not_delivered,cancelled_prefill,direct_use,lost"
+        "model,server,tokens,since,until,engine,ledger,mirrored,continued,choices,not_delivered,cancelled_prefill,direct_use,lost"
     )
     assert lines[2].endswith(",147,27,0,0,17,0,100,3,0,0,0,0,5")
     document = json.loads(printed(result, "json"))
