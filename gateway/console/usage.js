@@ -96,6 +96,7 @@ async function showUsage() {
 
 const CLASSES = {
   mirrored: "copies of requests that a mirror sent; they are not billed",
+  continued: "continued streams: what lost servers have counted, and the second prefill, less the tokens that others made; not billed",
   choices: "the prompt again, for each further choice of a request (n); the ledger counts it once",
   not_delivered: "generated, but the client had disconnected; not billed",
   cancelled_prefill: "prompts computed for requests that were cancelled before their first event; not billed",

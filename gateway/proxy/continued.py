@@ -25,13 +25,13 @@ from gateway.proxy.response import EVENT_LIMIT, EventRelay, is_stream, read_erro
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.telemetry.request_record import Continuation
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
-from upstream.balancing.pool import NoServerError
+from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.server import Server
-from upstream.http.errors import Aborted, BadResponse, ServerError, UpstreamError
+from upstream.http.errors import Aborted, BadResponse, Moved, ServerError, UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter
 
 MOST = 2
-"""Continuations of one stream: its server may be lost, and the next one too."""
+"""Failures after which one stream is continued: its server may be lost, and the next one too. Drains of servers do not count."""
 SIDE_TIMEOUT = 5.0
 """Seconds for a response of ``render`` or ``derender``."""
 PACE = 2.0
@@ -59,13 +59,15 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
     """Relay the rest of a stream from another server. ``error``: how its server was lost; it is raised if no server can continue."""
     stream = context.response_relay
     assert isinstance(stream, EventRelay) and isinstance(error, UpstreamError)
-    lost: UpstreamError | None = error
-    for _ in range(MOST):
-        if lost is None or not stream.record or not stream.record.is_usable:
+    lost = error
+    failures = 0
+    while stream.record and stream.record.is_usable:
+        failures += not isinstance(lost, Moved)
+        if failures > MOST:
             break
         rest = _REST[type(stream.record)](lost, stream, upstream, context, send)
         try:
-            lost = await rest.run()
+            next_lost = await rest.run()
         except (NoServerError, Refusal, InvalidReplyError) as failed:
             _log.warning("the stream of request %s cannot be continued: %s", context.request.id, failed)
             rest.note("failed")
@@ -73,10 +75,10 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
         except DifferentError:
             rest.note("different")
             break
-        if lost is None:
-            rest.note("continued")
+        rest.note("continued" if next_lost is None or rest.gap is not None else "failed")
+        if next_lost is None:
             return
-        rest.note("continued" if rest.gap is not None else "failed")
+        lost = next_lost
     stream.end_truncated()
     raise error
 
@@ -109,6 +111,7 @@ class _Rest:
                 lost_tokens=made_again,
                 prompt_tokens=prompt,
                 sampled=self._plan.sampled,
+                at=self._since - self._context.request.received_at,
             ),
         )
 
@@ -118,7 +121,7 @@ class _Rest:
         Raises NoServerError, Refusal, InvalidReplyError and DifferentError.
         """
         context, model = self._context, self._upstream.model
-        attempt = Attempt(model.pool, model.model.timeouts, context.worker.deadlines, streams=True)
+        attempt = Attempt(self._pool, model.model.timeouts, context.worker.deadlines, streams=True)
         assert context.attempt is not None
         attempt.replace(context.attempt)
         try:
@@ -134,6 +137,12 @@ class _Rest:
     def _costs(self) -> tuple[int, int]:
         """Return the tokens that were made again, and those of the second prefill."""
         raise NotImplementedError
+
+    @property
+    def _pool(self) -> Pool:
+        """The servers of the model, which may be others than when the request began."""
+        model = self._upstream.model
+        return self._context.worker.active.catalog.pool(model.model.base) or model.pool
 
     def _served(self, server: Server) -> str:
         return self._upstream.model.model.served or server.spec.model
@@ -169,11 +178,10 @@ class _FromTokens(_Rest):
         assert isinstance(stream.record, TokenRecord)
         self._record = stream.record
         self._document = upstream.body.sent_document() or {}
-        self._made = len(self._record.ids)
+        self._made = self._kept = len(self._record.ids)
 
     def _costs(self) -> tuple[int, int]:
-        made_again = max(self._made - len(self._record.ids), 0) if self.gap is None else 0
-        return made_again, self._record.prompt_size + self._made
+        return self._made - self._kept, self._record.prompt_size + self._kept
 
     async def run(self) -> UpstreamError | None:
         if self._record.finish is not None:
@@ -203,6 +211,7 @@ class _FromTokens(_Rest):
 
     async def _by_completion(self, attempt: Attempt) -> None:
         rest = ContinuedCompletion(self._record, self._document, self._limit)
+        self._kept = len(self._record.ids)
         response = await self._started(attempt, lambda server: self._upstream.composed(server, rest.body(self._served(server))))
         await self._stream.continue_with(response, partial(self._pass_on, rest, response))
 
@@ -218,7 +227,7 @@ class _FromTokens(_Rest):
         running = self._upstream.body.choices > 0
         rest = ContinuedChat(self._record, self._document, reasoning=self._reasoning, running=running, limit=self._limit)
         assert self._context.attempt is not None
-        server = self._upstream.model.pool.other_server([*attempt.avoided])
+        server = self._pool.other_server([*attempt.avoided])
         if server is None:
             raise NoServerError
         rendered = await self._post(server, RENDER, rest.render_body(self._served(server)))

@@ -252,6 +252,14 @@ class Recording:
     region: str = "us-east-1"
 
 
+class Resume(StrEnum):
+    """Which streams are continued on another server: exact ones only, also sampled ones, or none."""
+
+    EXACT = "exact"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class BodyRules:
     """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""

@@ -24,6 +24,7 @@ WEIGHTS: Mapping[type[UpstreamError], int] = {
     errors.Disconnected: 1,
     errors.FirstByteTimeout: 1,
     errors.IdleTimeout: 1,
+    errors.Unresponsive: 1,
     errors.BadResponse: 1,
     errors.EngineDead: 1,
     errors.Aborted: 1,
