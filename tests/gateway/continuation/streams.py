@@ -212,7 +212,9 @@ def view_of(stream: bytes, dialect: Dialect) -> Any:
     documents = [orjson.loads(data) for data in map(data_of, split(stream)) if data.startswith(b"{")]
     seen = _choices(documents) if dialect in (Dialect.CHAT, Dialect.COMPLETIONS) else _joined(documents)
     numbers: dict[bytes, bytes] = {}
-    pattern = re.compile(rb'"(?:response|item|call|signature)-[AB][0-9.]+"|"model [AB]"|"created_at":\d+|"6[56]"')
+    ids = rb'"(?:response|item|call|signature)-[AB][0-9.]+"|"model [AB]"|"created_at":\d+|"6[56]"'
+    real = rb'"1\d{9}"|"[a-z_-]*[0-9a-f]{16,}[0-9a-f-]*"'
+    pattern = re.compile(ids + b"|" + real)
     text = pattern.sub(lambda found: numbers.setdefault(found[0], b'"#%d"' % len(numbers)), orjson.dumps(seen, option=orjson.OPT_SORT_KEYS))
     return text.decode(), stream.count(DONE)
 
@@ -235,7 +237,7 @@ def _choices(documents: list[Json]) -> Json:
             logprobs = choice["logprobs"] or {}
             joined["tokens"] += logprobs.get("tokens") or [each["token"] for each in logprobs.get("content") or ()]
             joined["ids"] += choice.get("token_ids") or ()
-            joined["completion_tokens"] = document.get("usage", {}).get("completion_tokens")
+            joined["completion_tokens"] = (document.get("usage") or {}).get("completion_tokens")
             for call in delta.get("tool_calls", ()):
                 opened = joined["calls"].setdefault(str(call["index"]), {"once": [], "arguments": ""})
                 opened["once"] += [call[name] for name in ("id", "type") if name in call]

@@ -1,0 +1,144 @@
+"""A stream without token IDs whose server is lost continues on another server, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.api.routes import ROUTES
+from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.telemetry.request_record import RequestRecord
+from tests.faults.chaos import CLEAR, Chaos, Weather, chaos
+from tests.gateway.continuation.streams import view_of
+from tests.support.running import MODEL, Served, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.simulated import simulated
+from tests.support.wire import Reply, chat, request, request_once
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+ASKED = [{"role": "user", "content": "Compare the weather in Hangzhou and Paris."}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "parameters": PARAMETERS}
+USAGE = {"stream_options": {"include_usage": True}}
+BODIES = {
+    "chat": (CHAT, {"messages": ASKED, "temperature": 0, "logprobs": True, "top_logprobs": 2, **USAGE}),
+    "tools": (CHAT, {"messages": ASKED, "seed": 3, "tools": [{"type": "function", "function": FUNCTION}]}),
+    "choices": (CHAT, {"messages": ASKED, "seed": 3, "n": 3, **USAGE}),
+    "completion": (COMPLETIONS, {"prompt": "Once", "temperature": 0, "logprobs": 1, "max_tokens": 40}),
+    "message": (MESSAGES, {"messages": ASKED, "temperature": 0, "max_tokens": 60}),
+    "message with tools": (MESSAGES, {"messages": ASKED, "temperature": 0, "max_tokens": 60, "tools": [
+        {"name": "weather", "input_schema": PARAMETERS},
+    ]}),
+    "response": (RESPONSES, {"input": ASKED, "temperature": 0}),
+    "response with tools": (RESPONSES, {"input": ASKED, "temperature": 0, "tools": [{"type": "function", **FUNCTION}]}),
+}  # fmt: skip
+CUTS = 9
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    parsers = ("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+    with simulated(MODEL, *parsers, "--sim-tokens-per-second", "0", "--sim-tool-calls", "2", "--sim-tokens", "60") as port:
+        yield port
+
+
+@asynccontextmanager
+async def two_servers(server: int, first: Weather) -> AsyncIterator[tuple[Served, Chaos, Chaos]]:
+    """Serve a model with two servers. The first connection of all has faults."""
+    weathers = iter((first,))
+
+    def weather(_: int) -> Weather:
+        return next(weathers, CLEAR)
+
+    limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_minute=10_000_000)),))
+    async with (
+        chaos(server, weather) as one,
+        chaos(server, weather) as other,
+        serving([model(one.port, other.port)], [limited]) as served,
+    ):
+        yield served, one, other
+
+
+async def sent(server: int, data: bytes, first: Weather = CLEAR) -> tuple[Reply, RequestRecord, int]:
+    """Return a response, its record, and the bytes that the servers sent."""
+    async with two_servers(server, first) as (served, one, other):
+        reply = await request_once(served.port, data)
+        await until(lambda: served.in_flight == 0)
+        return reply, served.context.records.pop(), one.passed + other.passed
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_cut_stream_is_like_an_undisturbed_one(server: int, name: str) -> None:
+    path, body = BODIES[name]
+    dialect = ROUTES[path].dialect
+    data = request({"model": MODEL, "stream": True, **body}, path)
+    whole, expected, size = await sent(server, data)
+    undisturbed = view_of(whole.body, dialect)
+    continued = 0
+    for cut in range(1, CUTS + 1):
+        reply, record, _ = await sent(server, data, Weather(cut_at=size // 4 + size * 3 // 4 * cut // (CUTS + 1)))
+        assert (reply.status, view_of(reply.body, dialect)) == (200, undisturbed)
+        assert (record.usage, record.incomplete, record.code) == (expected.usage, None, None)
+        continued += len(record.continuations)
+        for each in record.continuations:
+            assert (each.cause, each.path, each.outcome) == ("disconnected", "regeneration", "continued")
+            assert each.lost_tokens > 0
+    assert continued == CUTS
+
+
+def chunk(text: str, identity: str = "x") -> bytes:
+    document = '{"id":"%s","created":1,"model":"tiny","choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}'
+    return b"data: %b\n\n" % (document % (identity, text)).encode()
+
+
+@asynccontextmanager
+async def scripted_pair(second: Callable[[Conversation], Any]) -> AsyncIterator[Served]:
+    """Serve a model with two servers: the first request is cut after two events, and the next one gets ``second``."""
+    talks: list[Conversation] = []
+
+    async def respond(talk: Conversation) -> None:
+        talks.append(talk)
+        await talk.begin_stream()
+        if len(talks) == 1:
+            await talk.chunk(chunk("one "))
+            await talk.chunk(chunk("two "))
+            talk.writer.close()
+        else:
+            await second(talk)
+
+    async with scripted(respond) as one, scripted(respond) as other, serving([model(one.port, other.port)]) as served:
+        yield served
+
+
+SEEDED = request(chat(stream=True, seed=1))
+
+
+async def test_a_different_response_ends_the_stream_with_the_first_error() -> None:
+    async def different(talk: Conversation) -> None:
+        await talk.chunk(chunk("one three"))
+        await talk.closed_by_peer()
+
+    async with scripted_pair(different) as served:
+        reply = await asyncio.wait_for(request_once(served.port, SEEDED), 30)
+        assert b"three" not in reply.body
+        assert b"upstream_disconnected" in reply.body
+        await until(lambda: served.in_flight == 0)
+        [record] = served.context.records
+        assert [each.outcome for each in record.continuations] == ["different"]
+        assert len(record.failures) == 1, "the second server did nothing wrong"
+
+
+async def test_an_event_is_split_where_the_first_stream_was_cut() -> None:
+    async def other_groups(talk: Conversation) -> None:
+        await talk.chunk(chunk("one two three", "y"))
+        await talk.chunk(b'data: {"id":"y","created":2,"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
+        await talk.end_stream()
+
+    async with scripted_pair(other_groups) as served:
+        reply = await asyncio.wait_for(request_once(served.port, SEEDED), 30)
+        last = b'data: {"id":"x","created":1,"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"model":"tiny"}\n\ndata: [DONE]\n\n'
+        assert reply.body == chunk("one ") + chunk("two ") + chunk("three") + last
