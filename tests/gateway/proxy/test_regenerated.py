@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from gateway.api.routes import ROUTES
 from gateway.snapshot.snapshot import Allowance, Limits
 from gateway.telemetry.request_record import RequestRecord
-from tests.faults.chaos import CLEAR, Chaos, Weather, chaos
+from tests.faults.chaos import CLEAR, Weather, chaos
 from tests.gateway.continuation.streams import view_of
 from tests.support.running import MODEL, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -46,29 +46,19 @@ def server() -> Iterator[int]:
         yield port
 
 
-@asynccontextmanager
-async def two_servers(server: int, first: Weather) -> AsyncIterator[tuple[Served, Chaos, Chaos]]:
-    """Serve a model with two servers. The first connection of all has faults."""
+async def sent(data: bytes, *servers: int, first: Weather = CLEAR) -> tuple[Reply, RequestRecord, int]:
+    """Send a request to a gateway whose model has these servers. ``first``: the faults of the gateway's first connection.
+
+    Returns the response, its record, and the bytes that the servers sent.
+    """
     weathers = iter((first,))
-
-    def weather(_: int) -> Weather:
-        return next(weathers, CLEAR)
-
     limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_minute=10_000_000)),))
-    async with (
-        chaos(server, weather) as one,
-        chaos(server, weather) as other,
-        serving([model(one.port, other.port)], [limited]) as served,
-    ):
-        yield served, one, other
-
-
-async def sent(server: int, data: bytes, first: Weather = CLEAR) -> tuple[Reply, RequestRecord, int]:
-    """Return a response, its record, and the bytes that the servers sent."""
-    async with two_servers(server, first) as (served, one, other):
+    async with AsyncExitStack() as stack:
+        networks = [await stack.enter_async_context(chaos(port, lambda _: next(weathers, CLEAR))) for port in servers]
+        served = await stack.enter_async_context(serving([model(*(each.port for each in networks))], [limited]))
         reply = await request_once(served.port, data)
         await until(lambda: served.in_flight == 0)
-        return reply, served.context.records.pop(), one.passed + other.passed
+        return reply, served.context.records.pop(), sum(each.passed for each in networks)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -76,11 +66,11 @@ async def test_a_cut_stream_is_like_an_undisturbed_one(server: int, name: str) -
     path, body = BODIES[name]
     dialect = ROUTES[path].dialect
     data = request({"model": MODEL, "stream": True, **body}, path)
-    whole, expected, size = await sent(server, data)
+    whole, expected, size = await sent(data, server, server)
     undisturbed = view_of(whole.body, dialect)
     continued = 0
     for cut in range(1, CUTS + 1):
-        reply, record, _ = await sent(server, data, Weather(cut_at=size // 4 + size * 3 // 4 * cut // (CUTS + 1)))
+        reply, record, _ = await sent(data, server, server, first=Weather(cut_at=size // 4 + size * 3 // 4 * cut // (CUTS + 1)))
         assert (reply.status, view_of(reply.body, dialect)) == (200, undisturbed)
         assert (record.usage, record.incomplete, record.code) == (expected.usage, None, None)
         continued += len(record.continuations)
