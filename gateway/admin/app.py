@@ -317,8 +317,7 @@ def _pages(*, signs_in: bool) -> dict[str, Handler]:
 
     async def me(request: Request) -> Response:
         actor: Actor = request.state.requester.actor
-        shown = {"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)}
-        return json_response(shown)
+        return json_response({"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)})
 
     return {"/": index, "/console": page, "/console/{page}": page, documents.PREFIX + "{document:path}": document, "/admin/v1/me": me}
 

@@ -32,8 +32,7 @@ def handlers(files: Files) -> dict[str, Handler]:
 
     async def configuration(request: Request) -> Response:
         actor: Actor = request.state.requester.actor
-        shown = _document(await files.preview(), with_values=has_role(actor, Role.OPERATOR))
-        return json_response(shown)
+        return json_response(_document(await files.preview(), with_values=has_role(actor, Role.OPERATOR)))
 
     return {CONFIGURATION: configuration}
 
@@ -48,8 +47,7 @@ def _document(found: Preview, *, with_values: bool) -> dict[str, Any]:
     }
     shown |= {name: getattr(found, name) for name in _SENTENCES}
     if with_values:
-        names = dict.fromkeys((*found.loaded, *found.read))
-        shown["values"] = [{"path": name, **_sides(found, name)} for name in names]
+        shown["values"] = [{"path": name, **_sides(found, name)} for name in dict.fromkeys((*found.loaded, *found.read))]
     return shown
 
 

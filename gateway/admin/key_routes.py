@@ -222,18 +222,15 @@ class _Keys(_Entries):
         except UnicodeDecodeError:
             raise RefusedRequest(400, "the body is not UTF-8 text") from None
         done = await self._change(request, "import", lambda service: service.import_keys(text), imported_keys, _IMPORT_TIMEOUT)
-        added = [each.key.id for each in done.added]
-        return _json({"added": added, "known": done.known, "messages": list(done.messages)})
+        return _json({"added": [each.key.id for each in done.added], "known": done.known, "messages": list(done.messages)})
 
     async def _shown(self, stored: StoredKey) -> Response:
-        use = await self._usage.last_use([stored.key.id])
-        shown = key_document(stored, use.times.get(stored.key.id), datetime.now(UTC))
+        shown = key_document(stored, (await self._usage.last_use([stored.key.id])).times.get(stored.key.id), datetime.now(UTC))
         return _json(shown | self._raised(stored.key.id), version=stored.version)
 
     async def _with_secret(self, stored: StoredKey, secret: str | None, status: int, *, is_repeated: bool) -> Response:
         shown = key_document(stored, None, datetime.now(UTC)) | {"secret": secret}
-        replayed = {"idempotency-replayed": "true"} if is_repeated else {}
-        return _json(shown, status, version=stored.version, headers=replayed)
+        return _json(shown, status, version=stored.version, headers={"idempotency-replayed": "true"} if is_repeated else {})
 
 
 class _Teams(_Entries):

@@ -339,8 +339,7 @@ _OF_TEAM = _settings(Team, TEAM_SETTINGS)
 
 
 def _change(path: str, method: str, summary: str, responses: Mapping[int, str], *headers: str, **more: Any) -> Described:
-    kinds = () if 204 in responses else (JSON,)
-    return Described(path, summary, responses, kinds, method=method, headers=headers, **more)
+    return Described(path, summary, responses, () if 204 in responses else (JSON,), method=method, headers=headers, **more)
 
 
 KEY_ROUTES = (

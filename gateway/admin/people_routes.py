@@ -40,8 +40,7 @@ def handlers(sign_in: SignIn | None) -> dict[str, Mapping[str, Handler]]:
             return error_response("no subject has a NUL", 400)
         found = await sign_in.people(after, limit + 1, subject=query.get("subject"))
         shown = [person_document(each) for each in found[:limit]]
-        cursor = cursor_to(found[limit - 1].position) if len(found) > limit else None
-        return json_response({"people": shown, "next_cursor": cursor})
+        return json_response({"people": shown, "next_cursor": cursor_to(found[limit - 1].position) if len(found) > limit else None})
 
     async def end_sessions(request: Request) -> Response:
         if sign_in is None:

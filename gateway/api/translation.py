@@ -254,8 +254,7 @@ def _deprecated(choice: Document, field: str, call: Callable[[Iterable[Document]
     finish = choice.get("finish_reason")
     changed = {**choice, "finish_reason": "function_call" if finish == "tool_calls" else finish}
     if isinstance(holder, dict) and holder.get("tool_calls"):
-        rest = {name: value for name, value in holder.items() if name != "tool_calls"}
-        changed[field] = rest | call(holder["tool_calls"])
+        changed[field] = {name: value for name, value in holder.items() if name != "tool_calls"} | call(holder["tool_calls"])
     return changed
 
 

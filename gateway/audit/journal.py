@@ -117,8 +117,7 @@ class Journal:
 
     def _known_checkpoint(self) -> Checkpoint | None:
         with suppress(FileNotFoundError):
-            text = self._checkpoint_file.read_text("ascii", "replace")
-            found = signed_checkpoints(text, self._key)
+            found = signed_checkpoints(self._checkpoint_file.read_text("ascii", "replace"), self._key)
             if found:
                 return found[-1]
             _log.warning("%s is not signed with this secret: a new chain begins", self._checkpoint_file)

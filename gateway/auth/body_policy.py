@@ -109,8 +109,7 @@ class BodyPolicy:
         if rules.max_tokens is not None:
             maximum |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
         self._maxima = {name: value for name, value in maximum.items() if name not in refused}
-        stripped = STRIPPED - allowed
-        self._forbidden = stripped | self._refused
+        self._forbidden = (STRIPPED - allowed) | self._refused
         self._watched = self._forbidden | self._maxima.keys() | {_TEMPLATE} | ({ECHO} if "prompt_logprobs" in self._refused else set())
         self._in_template = (IN_TEMPLATE - allowed) | self._forbidden
         self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}

@@ -220,8 +220,7 @@ def set_team(
     changed = {name: value for name, value in limits.items() if value is not None} | removed
     if not changed and not settings:
         return say_error("nothing to change; name a limit, --weight or --self-service", BAD_USAGE)
-    patch = settings | ({"limits": changed} if changed else {})
-    return change(where, TEAMS, id, patch)
+    return change(where, TEAMS, id, settings | ({"limits": changed} if changed else {}))
 
 
 def _settings(weight: float | None, policy: str | None) -> dict[str, Any]:

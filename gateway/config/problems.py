@@ -67,8 +67,7 @@ def in_order(problems: Iterable[Problem], first: str) -> list[Problem]:
 
 def spelled(path: Path) -> str:
     """Return ``("models", 0, "launch")`` as ``models[0].launch``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return text.removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:

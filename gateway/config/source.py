@@ -96,8 +96,7 @@ def read(path: str | os.PathLike[str]) -> Source:
     try:
         return parse(data.decode("utf-8-sig"), file)
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        return Source(file, problems=[Problem(file, line, "", "this is not UTF-8 text")])
+        return Source(file, problems=[Problem(file, data.count(b"\n", 0, error.start) + 1, "", "this is not UTF-8 text")])
 
 
 def reason(error: Exception) -> str:

@@ -124,8 +124,7 @@ def _dependency_down(facts: Facts) -> Holding:
 
 def _ledger_in_memory(facts: Facts) -> Holding:
     rows = sum(value for _, value in facts.of("ledger_memory_rows"))
-    is_down = any(not up for (name,), up in facts.of("dependency_up") if name in ("ledger_database", "ledger_spool"))
-    if rows and is_down:
+    if rows and any(not up for (name,), up in facts.of("dependency_up") if name in ("ledger_database", "ledger_spool")):
         yield "", f"{rows:.0f} rows of the ledger are in memory only."
 
 

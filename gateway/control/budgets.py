@@ -107,8 +107,7 @@ class BudgetRestorer:
 
     async def _restore(self, reader: UsageReader, budgets: Budgets) -> None:
         """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""
-        at = moment(0.0, self.clock())
-        found = await reader.earlier_use(budgets, self._before, at)
+        found = await reader.earlier_use(budgets, self._before, moment(0.0, self.clock()))
         self._buckets.announce_writes()
         try:
             await wait_until(lambda: self._buckets.may_write, _FIRST_POLL)

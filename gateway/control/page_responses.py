@@ -55,8 +55,7 @@ class PageResponses:
 
 def _failed(message: PageRequested, error: Refusal) -> PageResponded:
     """Return an error: JSON for programs, text for people."""
-    is_program = message.path.startswith(PREFIX)
-    body, kind = (render(error), "application/json") if is_program else (f"{error}\n".encode(), "text/plain")
+    body, kind = (render(error), "application/json") if message.path.startswith(PREFIX) else (f"{error}\n".encode(), "text/plain")
     headers = {"content-type": kind, "cache-control": "no-store", **error.headers}
     sent = tuple((name.encode(), value.encode()) for name, value in headers.items())
     return PageResponded(message.number, error.spec.status, sent, body)

@@ -135,8 +135,7 @@ class Reloader:
                     return await self._reload(requester)
             except Exception as error:  # noqa: BLE001  the outer edge: the next change is read again
                 _log.exception("reading the configuration failed")
-                problem = f"the gateway failed while reading it ({type(error).__name__}); see the log"
-                result = ReloadResult(time.time(), problems=(problem,))
+                result = ReloadResult(time.time(), problems=(f"the gateway failed while reading it ({type(error).__name__}); see the log",))
                 self._gateway.history.add(result)
                 return result
 

@@ -189,8 +189,7 @@ class GatewayReport:
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
         config = self._control.config
-        use = await self.last_use([key.id for key in config.keys], token_entries(config))
-        return list_keys(config, use, datetime.now(UTC))
+        return list_keys(config, await self.last_use([key.id for key in config.keys], token_entries(config)), datetime.now(UTC))
 
     def teams(self) -> dict[str, Any]:
         """Return the teams of the configuration as /teams shows them."""
@@ -260,8 +259,7 @@ class GatewayReport:
         await control.workers.wait_applied(control.publisher.publish_health(), _APPLY_TIMEOUT)
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
         logs = [control.launcher.servers[server["name"]].log for server in launched]
-        tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])
-        for server, tail in zip(launched, tails, strict=True):
+        for server, tail in zip(launched, await asyncio.to_thread(lambda: [log.tail() for log in logs]), strict=True):
             server["last_log_lines"] = tail.splitlines()
         return shown
 

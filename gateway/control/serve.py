@@ -288,8 +288,7 @@ def _store(config: Config, path: Path, stack: AsyncExitStack) -> tuple[KeyDataba
     folder = Path(os.path.abspath(path)).parent
     database, owner = stack.enter_context(closing(KeyDatabase(database_url(config.store_url, folder)))), owner_of(config.store_url, path)
     name = hashlib.sha256(f"{owner.database}\n{owner.configuration}".encode()).hexdigest()[:16]
-    copy = stack.enter_context(closing(LocalCopy(state_folder() / "store" / f"{name}.db")))
-    return database, copy
+    return database, stack.enter_context(closing(LocalCopy(state_folder() / "store" / f"{name}.db")))
 
 
 async def _learn_keys(keys: KeyStore, config: Config, path: Path) -> None:

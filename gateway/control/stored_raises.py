@@ -41,8 +41,7 @@ class StoredRaises:
         if self._control.key_store is not None:
             return
         try:
-            document = json.loads(self._file.read_bytes())
-            self._raises.learn({(kind, identity): text for kind, identity, text in document})
+            self._raises.learn({(kind, identity): text for kind, identity, text in json.loads(self._file.read_bytes())})
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError) as error:

@@ -185,8 +185,7 @@ def _common(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
 def _price(price: conf.Price) -> Price:
     """Return the prices of all kinds of tokens."""
     cached = price.prompt if price.cached is None else price.cached
-    reasoning = price.completion if price.reasoning is None else price.reasoning
-    return Price(price.prompt, price.completion, cached, reasoning)
+    return Price(price.prompt, price.completion, cached, price.completion if price.reasoning is None else price.reasoning)
 
 
 def _with_adapters(model: conf.Model, base: snapshot.Model) -> Iterator[snapshot.Model]:
@@ -280,6 +279,5 @@ def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[
     """
     fields: dict[str, Any] = {} if key.priority is None else {"priority": key.priority}
     if isolation is not None:
-        secret = isolation.secret.get_secret_value().encode()
-        fields["cache_salt"] = hmac.new(secret, key.id.encode(), hashlib.sha256).hexdigest()
+        fields["cache_salt"] = hmac.new(isolation.secret.get_secret_value().encode(), key.id.encode(), hashlib.sha256).hexdigest()
     return fields

@@ -142,8 +142,7 @@ def read_samples(connection: Connection, since: datetime, until: datetime, model
         select(table).select_from(joined),
         select(table).where(table.c.time > since, table.c.time <= until),
     ):
-        chosen = statement if model is None else statement.where(table.c.model == model)
-        yield from map(_sample, connection.execute(chosen))
+        yield from map(_sample, connection.execute(statement if model is None else statement.where(table.c.model == model)))
 
 
 def _sample(row: Row[Any]) -> EngineSample:

@@ -50,8 +50,7 @@ class RejectionSample:
     def flush(self) -> None:
         """Report the requests, if there are any."""
         if self._by_client:
-            requests = tuple(request for known in self._by_client.values() for request in known)
-            self.report(RejectedRequests(requests, self._omitted))
+            self.report(RejectedRequests(tuple(request for known in self._by_client.values() for request in known), self._omitted))
             self._by_client, self._omitted = {}, 0
 
 

@@ -218,8 +218,7 @@ class Ledger:
 
     def write_out(self, stream: TextIO) -> None:
         """Write rows that are neither on disk nor in the database to the stream, and log how many stay in the spool."""
-        rings = [payload for journal in self.journals for payload in frames(journal.read().data)]
-        if left := [*rings, *self._orphaned]:
+        if left := [*[payload for journal in self.journals for payload in frames(journal.read().data)], *self._orphaned]:
             last_resort.write_out(left, stream)
         if self._spool.rows:
             _log.warning("%d rows of the ledger stay in %s until the next start", self._spool.rows, self.folder)

@@ -152,8 +152,7 @@ def reserved_amounts(tokens: TokenEstimate, price: Price | None) -> Amounts:
 
 def used_amounts(tokens: TokenCounts, price: Price | None, requests: int) -> Amounts:
     """Return what a finished request has used."""
-    cost = 0 if price is None else cost_of(tokens, price)
-    return Amounts(requests, 0, tokens.prompt + tokens.completion, cost)
+    return Amounts(requests, 0, tokens.prompt + tokens.completion, 0 if price is None else cost_of(tokens, price))
 
 
 def counts_as_request(status: int) -> bool:

@@ -37,8 +37,7 @@ def estimate_request(
         # A fallback reserves no more for its response than the previous model did.
         before = reservation.estimated
         most = before.completion // before.choices if reservation.has_reserved_tokens else None
-        context = reservation.limiter.max_model_len.get(model.id)
-        estimated = bound_response(document, path, estimated, budgets, context, most)
+        estimated = bound_response(document, path, estimated, budgets, reservation.limiter.max_model_len.get(model.id), most)
     reservation.estimated = estimated
 
 
@@ -48,8 +47,7 @@ def estimate_form(reservation: Reservation, model: Model) -> int | None:
     reservation.model, reservation.estimated = model, estimated
     if reservation.limits.reads_body:
         _find_holders(reservation, {}, None)
-    limits = reservation.limits
-    most, budgets = limits.max_tokens(model), _hard_budgets(reservation, model)
+    most, budgets = reservation.limits.max_tokens(model), _hard_budgets(reservation, model)
     context = reservation.limiter.max_model_len.get(model.id)
     if budgets is None or context is None:
         return most

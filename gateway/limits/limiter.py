@@ -263,7 +263,6 @@ def shown_budgets(buckets: Buckets, allowances: Iterable[Allowance]) -> Iterator
     End users have no such budgets, except those that several end users share.
     """
     at = moment(monotonic(), time())
-    holders = {each.holder: each.limits for some in allowances for each in fixed_holders(some)}
-    for name, limits in holders.items():
+    for name, limits in {each.holder: each.limits for some in allowances for each in fixed_holders(some)}.items():
         if windows_of(limits):
             yield from ((name, state) for state in buckets.shown_states(name, limits, at))

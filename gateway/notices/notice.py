@@ -116,8 +116,7 @@ def expiry_notices(rules: Iterable[NoticeRule], key: str, expires: float, wall: 
     text = f"Key {_code(key)} expires at {instant_of(expires)}. After that, requests with it are refused."
     for rule in rules:
         if "key" in rule.holders:
-            identity = _id(rule.name, "key.expires", key, expires)
-            yield Notice(identity, rule.name, "key.expires", f"key {key}", text, data, expires)
+            yield Notice(_id(rule.name, "key.expires", key, expires), rule.name, "key.expires", f"key {key}", text, data, expires)
 
 
 def expiry_of(key: Key) -> float | None:

@@ -147,8 +147,7 @@ class Notices:
             if time.monotonic() - started > _SEND_TIME:
                 return  # the receiver is slow, and must not delay the next search for the others
             if await self._use(functools.partial(NoticeTable.claim, row=row, now=self._now())):
-                result = await self._sender.send(rule, self._config().smtp, row.id, row.body, self._clock())
-                await self._record(row, result)
+                await self._record(row, await self._sender.send(rule, self._config().smtp, row.id, row.body, self._clock()))
 
     async def _record(self, row: Row, result: Result) -> None:
         now = self._now()

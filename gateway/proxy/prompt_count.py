@@ -51,8 +51,7 @@ async def _count_messages(upstream: UpstreamRequest, server: Server, worker: Req
     if not body.content:
         return _serialized(body.path, body.document, name, server, side_requests)
     async with worker.steps.admit(len(body.content)) as pace:
-        document = await pace.run(parse(body.content))
-        return _serialized(body.path, document, name, server, side_requests)
+        return _serialized(body.path, await pace.run(parse(body.content)), name, server, side_requests)
 
 
 def _serialized(path: str, document: Document, model: str, server: Server, side_requests: SideRequests) -> list[tuple[str, bytes]]:

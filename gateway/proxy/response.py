@@ -290,8 +290,7 @@ class TranslatedRelay(BodyRelay):
         """Send the translated response. Raises UpstreamError if the response is truncated or not JSON."""
         request, response = self._request, self._response
         self.first_byte = response.last_byte_at
-        body = await response.read_body(TRANSLATED_LIMIT)
-        if not (document := _json(body)):
+        if not (document := _json(await response.read_body(TRANSLATED_LIMIT))):
             raise BadResponse(response.server.name, "its response is not the expected JSON")
         self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:

@@ -69,8 +69,7 @@ def _cipher(key: bytes, header: bytes) -> AESGCM:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    derived = HKDF(SHA256(), _KEY, salt=header[-_SALT:], info=b"vllm-gateway record").derive(key)
-    return AESGCM(derived)
+    return AESGCM(HKDF(SHA256(), _KEY, salt=header[-_SALT:], info=b"vllm-gateway record").derive(key))
 
 
 def _nonces(size: int, step: int) -> Iterator[tuple[int, bytes]]:

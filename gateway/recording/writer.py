@@ -117,8 +117,7 @@ class Writer:
         return "stored"
 
     def _note_failure(self, error: StoreError) -> None:
-        pause = self._backoff.next_pause()
-        self._retry_at = monotonic() + pause
+        self._retry_at = monotonic() + self._backoff.next_pause()
         if not self._failing:
             self._failing = True
             _log.warning("requests are not recorded: %s; requests are served, and the store is tried again", error)

@@ -286,8 +286,7 @@ class _Routes:
 
     async def team_usage(self, request: Request, person: Person) -> Response:
         """Report the usage of a team."""
-        team = _owned_team(request, person)
-        return await self._report(parse_team_query(dict(request.query_params), team, datetime.now(UTC)))
+        return await self._report(parse_team_query(dict(request.query_params), _owned_team(request, person), datetime.now(UTC)))
 
     async def team_limits(self, request: Request, person: Person) -> Response:
         """Return the limits of a team."""

@@ -108,8 +108,7 @@ class _Routes:
         session = self._session(request)
         if session is None:
             return JSONResponse({"error": "no person is signed in"}, 401, _NOT_STORED)
-        renewal = self._service.sessions(self._port).renewal(session, time.time())
-        return JSONResponse(session.document(), headers=_NOT_STORED | renewal)
+        return JSONResponse(session.document(), headers=_NOT_STORED | self._service.sessions(self._port).renewal(session, time.time()))
 
     async def show_link(self, request: Request) -> Response:
         """Show what a sign-in link is for, without using it."""
@@ -128,8 +127,7 @@ class _Routes:
 
     async def sign_out(self, request: Request) -> Response:
         """End the sessions of the browser."""
-        onward = await self._service.sign_out(self._port, _headers(request), _client(request))
-        response = pages.signed_out(onward)
+        response = pages.signed_out(await self._service.sign_out(self._port, _headers(request), _client(request)))
         response.headers.append("set-cookie", self._service.sessions(self._port).delete())
         return response
 

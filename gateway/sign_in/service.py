@@ -105,8 +105,7 @@ class SignIn:
         """Complete a sign-in with the response at the redirect URI. ``origin`` is the client's address. Raises SignInError."""
         try:
             signer = attempts(key_of(self._settings()))
-            sent = cookie(headers, self.attempt_cookie(port))
-            attempt = checked_attempt(signer, sent, issuer, port, query, time.time())
+            attempt = checked_attempt(signer, cookie(headers, self.attempt_cookie(port)), issuer, port, query, time.time())
             provider = self._provider(issuer)
             if provider.client.issuer != attempt.issuer:
                 raise SignInError("This sign-in has expired. Sign in again.", detail="the issuer's entry was changed meanwhile")
@@ -281,8 +280,7 @@ class SignIn:
 
     def _provider(self, identity: str) -> ProviderClient:
         """Return the provider of an issuer's entry. Its metadata and keys are retained while its entry is unchanged. Raises SignInError."""
-        issuer = self._entry(identity)
-        client = client_of(issuer)
+        client = client_of(self._entry(identity))
         known = self._providers.get(identity)
         if known is None or known.client != client:
             known = self._providers[identity] = ProviderClient(client)

@@ -48,8 +48,7 @@ class Person:
     @property
     def actor(self) -> Actor:
         """The person as an actor. Its name is unique: a subject contains no space, and no issuer has the same ``provider``."""
-        name = f"{self.provider}:{self.subject}"
-        return Actor("person", name, self.role, frozenset(self.owned_teams), self.identity)
+        return Actor("person", f"{self.provider}:{self.subject}", self.role, frozenset(self.owned_teams), self.identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,7 @@ class Transaction:
         ids = list(entries)
         if found := _rows(self._connection, kind, ids):
             raise RefusedChangeError(Reason.CONFLICT, f"there is a {kind} {found[0].id} in the store already")
-        first = self._log(kind, ids)
-        numbered = enumerate(entries.items(), first)
+        numbered = enumerate(entries.items(), self._log(kind, ids))
         rows = [Row(identity, number, entry, self._now, self._now, made_by) for number, (identity, entry) in numbered]
         self._connection.execute(insert(_TABLES[kind]), [_values(kind, row) for row in rows])
         self._index_hashes(kind, rows)

@@ -272,8 +272,7 @@ def _sorted(transaction: Transaction, text: str, named: Named, teams: Collection
     """Return the keys of a file, sorted into new and known ones. Raises RefusedChangeError."""
     try:
         found = without_unknown_teams(read_keys(text), {*named.teams, *teams})
-        known = transaction.known_hashes([one.entry["hash"] for one in found])
-        return sort_keys(found, {*named.hashes, *known}, named.keys)
+        return sort_keys(found, {*named.hashes, *transaction.known_hashes([one.entry["hash"] for one in found])}, named.keys)
     except BadLineError as error:
         raise RefusedChangeError(Reason.INVALID, str(error)) from None
 

@@ -51,8 +51,7 @@ class FullCollections:
 
     def tick(self, *, idle: bool) -> None:
         """Run a full collection if it is time for one. Called about once a second. ``idle``: no request is being served."""
-        passed = self._clock() - self._last
-        if passed < (_IDLE_INTERVAL if idle else _BUSY_INTERVAL) or _young_collections() == self._young:
+        if (self._clock() - self._last) < (_IDLE_INTERVAL if idle else _BUSY_INTERVAL) or _young_collections() == self._young:
             return
         self._collect()
         self._last, self._young = self._clock(), _young_collections()

@@ -24,8 +24,7 @@ OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 def parse_own_query(request: UsageRequested, now: datetime) -> UsageQuery:
     """Parse the query of a key for its own use, by default by model for the last 30 days. Raises QueryError."""
     check_parameters(request.parameters, ("by", "since", "until", "model"))
-    query = _parsed({"by": "model", **request.parameters}, OWN_DIMENSIONS, now)
-    return replace(query, key=request.key)
+    return replace(_parsed({"by": "model", **request.parameters}, OWN_DIMENSIONS, now), key=request.key)
 
 
 def parse_person_query(parameters: Mapping[str, str], keys: Collection[str], now: datetime) -> UsageQuery:
@@ -50,5 +49,4 @@ def _parsed(parameters: Mapping[str, str], dimensions: Collection[str], now: dat
 
 def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:
     """Return the report as JSON. ``seconds`` is the maximum duration of the query. Raises DatabaseUnavailableError."""
-    report = run_query(engine, query, seconds)
-    return msgspec.json.encode({"key": query.key, **report.document()})
+    return msgspec.json.encode({"key": query.key, **run_query(engine, query, seconds).document()})

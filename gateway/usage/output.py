@@ -30,8 +30,7 @@ def as_csv(report: UsageReport, console: Console) -> None:
     writer = csv.writer(console.file, lineterminator="\n")
     writer.writerow([*report.query.by, *MEASURES, "cost"])
     for each in report.sums:
-        cost = None if each.cost is None else decimal_text(each.cost)
-        writer.writerow([*each.group, *(getattr(each, name) for name in MEASURES), cost])
+        writer.writerow([*each.group, *(getattr(each, name) for name in MEASURES), None if each.cost is None else decimal_text(each.cost)])
 
 
 def as_table(report: UsageReport, console: Console) -> None:
@@ -51,8 +50,7 @@ def as_table(report: UsageReport, console: Console) -> None:
     table.add_column("tokens", no_wrap=True)
     largest = max(map(_tokens, report.sums)) or 1
     for each in report.sums:
-        numbers = _numbers(each, decimals)
-        table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
+        table.add_row(*(Text(part or "-") for part in each.group), *_numbers(each, decimals), Bar(largest, 0, _tokens(each), width=_BAR))
     if len(report.sums) > 1:
         total = _total(report.sums, len(query.by))
         table.add_row(*(Text(part or "") for part in total.group), *_numbers(total, decimals), style="bold")

@@ -58,8 +58,7 @@ def windows(samples: Iterable[EngineSample], since: float, until: float) -> list
     ``until``. Engines of one server that run at the same time, as those of two gateways may, share a window.
     """
     made: list[ReconciledWindow] = []
-    ordered = sorted(samples, key=attrgetter("server", "started", "time"))
-    for _, of_server in groupby(ordered, key=attrgetter("server")):
+    for _, of_server in groupby(sorted(samples, key=attrgetter("server", "started", "time")), key=attrgetter("server")):
         found = [window for engine in _engines(of_server) if (window := _window(engine, since, until)) is not None]
         made += _without_overlaps(sorted(found, key=attrgetter("begin", "end")))
     return made

@@ -195,8 +195,7 @@ class WorkerApp:
         key = self._authenticate(request)
         if self._worker.ledger is None:
             raise Refusal("not_found", "The usage of keys is not recorded here: no ledger is configured.")
-        body = await self.usage_requests.report(key, request.query_params)
-        return Response(body, media_type="application/json", headers=_NOT_STORED)
+        return Response(await self.usage_requests.report(key, request.query_params), media_type="application/json", headers=_NOT_STORED)
 
     async def _limits(self, request: Request) -> Response:
         """Return the state of the limits that the key is subject to. Raises Refusal."""
@@ -223,8 +222,7 @@ class WorkerApp:
         return None if allowed is None else Response(status_code=204, headers=allowed)
 
     def _models(self, request: Request, mounted: CatalogEntry | None, name: str) -> Response:
-        key = self._authenticate(request)
-        visible = self._worker.active.catalog.visible(key, mounted)
+        visible = self._worker.active.catalog.visible(self._authenticate(request), mounted)
         if not name:
             return JSONResponse(page(cards((entry.model for entry in visible), self.health), request.query_params))
         entry = next((entry for entry in visible if name in (entry.model.id, *entry.model.aliases)), None)

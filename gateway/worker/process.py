@@ -95,8 +95,7 @@ def _arguments() -> argparse.Namespace:
 async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder | None, traced: Spans) -> bool:
     """Serve. Returns whether control exited first."""
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
-    control = socket.socket(fileno=arguments.control_fd)
-    to_control = link.Link(*await asyncio.open_connection(sock=control, limit=link.READ_AHEAD))
+    to_control = link.Link(*await asyncio.open_connection(sock=socket.socket(fileno=arguments.control_fd), limit=link.READ_AHEAD))
     signals = SlotSignals(arguments.slots_fd, arguments.signal_fd) if arguments.signal_fd else None
     with live_servers(create=Server if signals is None else SharedServer) as servers:
         messages = to_control.messages()
@@ -217,8 +216,7 @@ async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats 
     loop = asyncio.get_running_loop()
     if seats is None:
         return await loop.create_server(worker.connection, sock=listener, backlog=_BACKLOG, **_tls(worker))
-    accept = functools.partial(loop.connect_accepted_socket, worker.connection, **_tls(worker))
-    acceptor = Acceptor(listener, accept, seats)
+    acceptor = Acceptor(listener, functools.partial(loop.connect_accepted_socket, worker.connection, **_tls(worker)), seats)
     worker.connections.connection_closed = acceptor.connection_closed
     return acceptor
 

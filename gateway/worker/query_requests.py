@@ -65,6 +65,5 @@ class UsageRequests(ControlRequests[UsageReported]):
             lambda number: self._send(UsageRequested(number, key.id, dict(parameters))), full=_FULL, unavailable=_UNAVAILABLE
         )
         if reported.error is not None:
-            wait = {"retry-after": str(math.ceil(reported.wait))} if reported.wait else {}
-            raise Refusal(reported.error, reported.text, headers=wait)
+            raise Refusal(reported.error, reported.text, headers={"retry-after": str(math.ceil(reported.wait))} if reported.wait else {})
         return reported.body

@@ -337,10 +337,9 @@ class WorkerSupervisor:
 
     def _first_messages(self) -> Iterable[link.Message]:
         assert self.snapshot is not None
-        current = link.ApplySnapshot(self.snapshot, self._health)
         return (
             *self.stored_keys(),
-            current,
+            link.ApplySnapshot(self.snapshot, self._health),
             *self.more_first_messages(),
             *((link.StopKeepAlive(),) if self._is_keep_alive_stopped else ()),
         )
@@ -373,8 +372,7 @@ class WorkerSupervisor:
 
     def last_choice(self, model: str) -> link.ChoiceExplained | None:
         """Return the last explained choice of a server for a model; None without one."""
-        choices = [slot.choices[model] for slot in self._slots if model in slot.choices]
-        return max(choices, key=lambda choice: choice.time, default=None)
+        return max([slot.choices[model] for slot in self._slots if model in slot.choices], key=lambda choice: choice.time, default=None)
 
     def budgets(self, stored: Iterable[Allowance] = ()) -> Iterator[tuple[str, BudgetState]]:
         """Yield each budget of the configured keys and teams, and of the stored ones, with the name of its holder."""

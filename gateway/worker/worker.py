@@ -114,8 +114,7 @@ class Worker:
             if POLICIES[model.balance] is Cost
         }
         requests.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
-        is_recorded = self._recorded_models(snapshot)
-        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs, is_recorded)
+        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs, self._recorded_models(snapshot))
         if self._peers is not None:
             self._peers.set_models(self.costs)
         self.connections.active = requests.active = ActiveSnapshot(

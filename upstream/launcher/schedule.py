@@ -166,8 +166,7 @@ def _queue(views: Sequence[ModelView]) -> Iterator[ModelView]:
 def _why(view: ModelView) -> str:
     if view.wanted_since is not None:
         return "requested"
-    has_gpus = any(isinstance(need, int) for need in view.needs)
-    return "eager, and its GPUs are free" if has_gpus else "eager"
+    return "eager, and its GPUs are free" if any(isinstance(need, int) for need in view.needs) else "eager"
 
 
 def _blockers(view: ModelView, holding: Sequence[ModelView], by: Callable[[ModelView], Any]) -> list[ModelView]:

@@ -221,8 +221,7 @@ class LaunchedServer:
         reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
             reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"
-        failure = Failure(time.time(), cause.code, reason)
-        known = {"reason": reason, "cause": cause, "tail": tail, "progress": "", "last_failure": failure}
+        known = {"reason": reason, "cause": cause, "tail": tail, "progress": "", "last_failure": Failure(time.time(), cause.code, reason)}
         self._change_state(state, first_start_finished=True, given_up=given_up, **known)
 
     def _task_done(self, _: asyncio.Task[None]) -> None:

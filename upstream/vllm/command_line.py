@@ -147,8 +147,7 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str, folder
     own = {"served-model-name": list(settings.served_names)} | address | _adapter_flags(settings) | _default_flags(settings)
     if folder is not None:
         own |= _event_flags(settings, folder)
-    flags = own | _by_flag(settings.args)
-    arguments = [argument for flag, value in flags.items() for argument in _arguments(flag, value)]
+    arguments = [argument for flag, value in (own | _by_flag(settings.args)).items() for argument in _arguments(flag, value)]
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
     sleep = {"VLLM_SERVER_DEV_MODE": "1"} if settings.sleeps else {}  # opens /sleep and /wake_up
     env = ENV_DEFAULTS | gpus | sleep | dict(settings.env) | {"VLLM_API_KEY": api_key}

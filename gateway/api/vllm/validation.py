@@ -192,8 +192,7 @@ def _rebased(report: ErrorReport, document: Any) -> tuple[Finding, ...]:
 
 def messages(document: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Return the first messages and input items of a body with their paths, also of several conversations."""
-    found = islice(_messages(document), MAX_SEARCHED)
-    return ((path, message) for path, message in found if isinstance(message, dict))
+    return ((path, message) for path, message in islice(_messages(document), MAX_SEARCHED) if isinstance(message, dict))
 
 
 def _messages(document: Any) -> Iterator[tuple[Path, Any]]:

@@ -115,8 +115,7 @@ def close_month(engine: Engine, month: str, now: datetime) -> ClosedMonth:
             raise MonthError("the ledger's tables are of an earlier version; start the gateway first")
     with engine.begin() as connection:
         _hold(connection, [month], shared=False)
-        mark = insert_into(MONTHS, connection.dialect.name).values(month=month, closed=now).on_conflict_do_nothing()
-        connection.execute(mark)
+        connection.execute(insert_into(MONTHS, connection.dialect.name).values(month=month, closed=now).on_conflict_do_nothing())
     found = read_month(engine, month)
     if found is not None:
         return found
@@ -124,8 +123,7 @@ def close_month(engine: Engine, month: str, now: datetime) -> ClosedMonth:
     with engine.begin() as connection:
         _hold(connection, [month], shared=False)
         if connection.execute(select(MONTHS.c.hash).where(MONTHS.c.month == month)).scalar() is None:  # else another gateway was faster
-            rows = [{"month": month, "number": number, "line": line} for number, line in enumerate(lines)]
-            for some in batches(rows):
+            for some in batches([{"month": month, "number": number, "line": line} for number, line in enumerate(lines)]):
                 connection.execute(insert(CLOSED), some)
             connection.execute(update(MONTHS).where(MONTHS.c.month == month).values(hash=hash_of(lines)))
     found = read_month(engine, month)

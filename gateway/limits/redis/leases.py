@@ -40,8 +40,7 @@ class Leases:
             if result is None:
                 on_lease(None)
                 return
-            expires = sent + seconds_of_lease(holders, wall)
-            lease = Lease(identity, holders, amounts, sent, expires, result)
+            lease = Lease(identity, holders, amounts, sent, sent + seconds_of_lease(holders, wall), result)
             self._open[identity] = lease
             for holder in holders:
                 self._by_holder.setdefault(holder.name, {})[identity] = lease

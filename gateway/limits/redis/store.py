@@ -169,8 +169,7 @@ class RedisStore:
 
     async def _run_admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> PendingCommand:
         """Run admit.lua and return the command with its reply. Raises StoreUnavailableError."""
-        line = self._open_connection or await self._connection()
-        pending = line.send(*self._admission(identity, wanted))
+        pending = (self._open_connection or await self._connection()).send(*self._admission(identity, wanted))
         try:
             await pending.signal
         except asyncio.CancelledError:
@@ -221,8 +220,7 @@ class RedisStore:
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str]) -> bytes:
         """Run a script, and return its reply. Raises StoreUnavailableError."""
-        line = self._open_connection or await self._connection()
-        pending = line.send(*_command(script, keys, arguments))
+        pending = (self._open_connection or await self._connection()).send(*_command(script, keys, arguments))
         await pending.signal
         if not isinstance(pending.reply, bytes):
             raise StoreUnavailableError
@@ -497,5 +495,4 @@ def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: 
     if number <= len(rules.RATES):
         return rules.exceeded_rate(holder, amounts, rules.RATES[number - 1], wait, left)
     index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
-    amount = amounts.cost if is_cost else amounts.tokens
-    return windows.exceeded_budget(holder.windows[index], bool(is_cost), wait, left, amount)
+    return windows.exceeded_budget(holder.windows[index], bool(is_cost), wait, left, amounts.cost if is_cost else amounts.tokens)

@@ -57,8 +57,7 @@ def person_of(claims: Mapping[str, Any], rules: GrantRules, known_teams: Contain
 
 def _role(values: frozenset[str], granting: Mapping[Role, tuple[str, ...]]) -> Role | None:
     """Return the highest role that a value grants."""
-    granted = [role for role, wanted in granting.items() if not values.isdisjoint(wanted)]
-    return max(granted, key=RANKS.__getitem__, default=None)
+    return max([role for role, wanted in granting.items() if not values.isdisjoint(wanted)], key=RANKS.__getitem__, default=None)
 
 
 def _teams(claims: Mapping[str, Any], claim: str | None, known: Container[str]) -> tuple[str, ...]:

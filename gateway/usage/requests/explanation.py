@@ -17,12 +17,11 @@ Request = Mapping[str, Any]
 
 def explained(request: Request) -> dict[str, Any]:
     """Return a request with its texts, as JSON for an encoder of msgspec."""
-    line = [{"time": moment.isoformat(), "text": text} for moment, text in time_line(request)]
     return {
         "request": request,
         "outcome": outcome(request),
         "causes": list(causes(request)),
-        "time_line": line,
+        "time_line": [{"time": moment.isoformat(), "text": text} for moment, text in time_line(request)],
         "facts": list(facts(request)),
     }
 

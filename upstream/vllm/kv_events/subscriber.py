@@ -334,8 +334,7 @@ async def _wait_connected(connected: asyncio.Event, source: EventSource) -> None
 async def _watch(monitor: zmq.asyncio.Socket, connected: asyncio.Event, source: EventSource) -> None:
     """Report the connection, and its end by EventsLostError."""
     while True:
-        event = parse_monitor_message(await monitor.recv_multipart())["event"]
-        if event == _CONNECTED:
+        if parse_monitor_message(await monitor.recv_multipart())["event"] == _CONNECTED:
             connected.set()
         elif connected.is_set():
             raise EventsLostError(f"the connection to {source.endpoint} was lost")
