@@ -294,8 +294,7 @@ def _ledger_handlers(overview: Overview) -> dict[str, Handler]:
 def _record_handlers(overview: Overview, audited: AuditedHandlers) -> dict[str, Handler]:
     async def record(request: Request) -> Response:
         identity = request.path_params["id"]
-        found = await overview.record(identity)
-        if found is None:
+        if (found := await overview.record(identity)) is None:
             raise RefusedRequest(404, "requests are not recorded; add `record` to the configuration")
         await audited.note(request, "record.view", identity, None, None)
         return json_response(found)
@@ -349,8 +348,7 @@ def _operation_handlers(overview: Overview, operations: Operations, audited: Aud
         if operation not in OPERATIONS:
             return _error(f"there is no operation {operation}", 404)
         status = overview.status()
-        model = _model_named(name, status)
-        if model is None:
+        if (model := _model_named(name, status)) is None:
             return _error(_unknown(name, status), 404)
 
         def state() -> dict[str, Any] | None:

@@ -36,8 +36,7 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
         return JSONResponse(groups(request.url.netloc, known()))
 
     async def server_metrics(request: Request) -> Response:
-        found = known().get(request.path_params["server"])
-        if found is None:
+        if (found := known().get(request.path_params["server"])) is None:
             return PlainTextResponse("no such server, or it is not up\n", 404)
         try:
             text = await metrics.read(found.target, _DEADLINE)

@@ -79,8 +79,7 @@ class Guard:
 
     def _identified(self, headers: Mapping[bytes, bytes]) -> Actor | None:
         """Return the client. None: it has no valid token although one is required."""
-        tokens = self._current_tokens()
-        if not tokens:
+        if not (tokens := self._current_tokens()):
             return _LOOPBACK
         token = presented_token(headers.get(b"authorization", b""), tokens)
         return None if token is None or token.has_expired(datetime.now(UTC)) else token.actor
@@ -152,8 +151,7 @@ def _is_own_page(headers: Mapping[bytes, bytes]) -> bool:
     A browser says so in ``Sec-Fetch-Site``, but only over HTTPS and on localhost (Fetch Metadata, section 2). Without it the origin must be
     the host of the request.
     """
-    site = headers.get(b"sec-fetch-site")
-    if site is not None:
+    if (site := headers.get(b"sec-fetch-site")) is not None:
         return site == b"same-origin"
     return headers[b"origin"].partition(b"://")[2] == headers.get(b"host", b"")
 

@@ -126,8 +126,7 @@ class _Entries:
 
     async def _row(self, request: Request) -> Any:
         identity = request.path_params["id"]
-        row = await self._store.read(lambda database: database.find(self.kind, identity))
-        if row is None:
+        if (row := await self._store.read(lambda database: database.find(self.kind, identity))) is None:
             raise RefusedChangeError(Reason.NOT_FOUND, f"there is no {self.kind} {identity} in the store")
         return row
 
@@ -294,8 +293,7 @@ def _search(request: Request) -> str:
 
 def _version(request: Request) -> int | None:
     """Return the version that a change expects; None for any version (``*``)."""
-    tag = request.headers.get("if-match")
-    if tag is None:
+    if (tag := request.headers.get("if-match")) is None:
         raise RefusedRequest(428, "a change requires If-Match with the ETag of the entry, or * for any version")
     found = _ETAG.fullmatch(tag.strip())
     return None if tag.strip() == "*" else -1 if found is None else int(found[1])

@@ -34,8 +34,7 @@ def handlers(notices: Notices | None, audited: AuditedHandlers) -> dict[str, Han
             return error_response(_NONE_CONFIGURED, 404)
         name = request.query_params.get("name")
         log_operation(f"test of the notices {name}" if name else "test of all notices", request)
-        trials = await notices.test(name)
-        if not trials:
+        if not (trials := await notices.test(name)):
             return error_response(_NONE_CONFIGURED if name is None else f"there are no notices {name} in the configuration", 404)
         results = [
             {"name": each.name, "accepted": each.result.is_sent, "result": each.result.text, "reply": each.result.reply} for each in trials

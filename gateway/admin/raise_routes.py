@@ -59,8 +59,7 @@ def _of_kind(kind: Kind, storage: RaiseStorage, audited: AuditedHandlers) -> Map
 
     async def add(request: Request) -> Response:
         holder = kind, request.path_params["id"]
-        allowance = storage.allowance(holder)
-        if allowance is None:
+        if (allowance := storage.allowance(holder)) is None:
             return _unknown(holder)
         try:
             made = new_raise(await _fields(request), allowance, datetime.now(UTC), str(request.state.requester.actor))

@@ -228,8 +228,7 @@ def _routing(server: Mapping[str, Any]) -> Iterator[str]:
 
 def _last_failure(server: Mapping[str, Any], now: float) -> str:
     """Return ``last failure 3 min ago (engine_dead, 1 restart): m#0 ended: …``, or an empty text."""
-    failure = server.get("last_failure")
-    if failure is None:
+    if (failure := server.get("last_failure")) is None:
         return ""
     restarts = counted(server.get("restarts", 0), "restart")
     return f"last failure {_since(failure['when'], now)} ago ({failure['cause']}, {restarts}): {failure['line']}"

@@ -118,8 +118,7 @@ class Scanner:
         self._expects = _COMMA if self._levels else _NOTHING
 
     def _start_key(self, data: bytes, at: int) -> int:
-        whole = _WHOLE_KEY.match(data, at)
-        if whole is not None:
+        if (whole := _WHOLE_KEY.match(data, at)) is not None:
             self._key = whole[1]
             self._expects = _VALUE
             return whole.end()
@@ -143,8 +142,7 @@ class Scanner:
         self._reported = None
         self._depth = 0
         if name in wanted:
-            inner = wanted[name]
-            if inner is None:
+            if (inner := wanted[name]) is None:
                 self._reported = (*self._path, name)
             elif character == (_OPENS_ARRAY if ELEMENT in inner else _OPENS_OBJECT):
                 self._path = (*self._path, name)

@@ -107,8 +107,7 @@ def refused_url_field(
             continue
         budget -= size + 1
         if type(node) is dict:
-            name = _refused_of(node, hosts, media, pending)
-            if name is not None:
+            if (name := _refused_of(node, hosts, media, pending)) is not None:
                 return node, name
         elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):  # otherwise it is a prompt of tokens, or a batch of texts
             for value in node:
@@ -126,8 +125,7 @@ def _refused_of(node: dict[str, Any], hosts: MediaHosts, media: InlineMedia, pen
     """Search one object. Its nested values are added to ``pending``."""
     if not URL_FIELDS.isdisjoint(node):
         for name in URL_FIELDS & node.keys():
-            url = _url(name, node[name])
-            if url is None:
+            if (url := _url(name, node[name])) is None:
                 continue
             if type(url) is not str or not hosts.allows(url):
                 return name

@@ -37,8 +37,7 @@ class ModelRenamer:
             return data
         if self._has_started:
             return self._renamed(data)
-        start = _START.search(data)
-        if start is None:
+        if (start := _START.search(data)) is None:
             return data
         self._has_started = True
         return data[: start.start()] + self._renamed(data[start.start() :])
@@ -58,7 +57,6 @@ class ModelRenamer:
 
 def renamed(data: bytes, name: str) -> bytes:
     """Return a whole document, or an event that contains one, with this name."""
-    usual = _USUAL.match(data)
-    if usual is not None:
+    if (usual := _USUAL.match(data)) is not None:
         return b"%b%b%b" % (data[: usual.start(1) - 1], orjson.dumps(name), data[usual.end(1) + 1 :])
     return ModelRenamer(name).feed(data) if b'"model"' in data or b"\\u00" in data else data

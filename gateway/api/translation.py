@@ -86,8 +86,7 @@ def _completion(document: Document) -> Document:
         raise invalid_value("The field 'prompt' must be a string.", param="prompt")
     others = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
     body = {name: value for name, value in document.items() if value is not None and name not in others}
-    limit = document.get("max_completion_tokens")
-    if limit is not None:
+    if (limit := document.get("max_completion_tokens")) is not None:
         body["max_tokens"] = limit
     if document.get("logprobs"):
         body["logprobs"] = document.get("top_logprobs") or 0
@@ -198,8 +197,7 @@ _CALL_ID = "call_function_{}"
 def _tools(document: Document) -> Document:
     """Translate ``functions`` to ``tools``, and ``function_call`` to ``tool_choice``."""
     body = {name: value for name, value in document.items() if name not in ("functions", "function_call")}
-    functions = document.get("functions")
-    if functions is not None:
+    if (functions := document.get("functions")) is not None:
         if document.get("tools") is not None:
             raise invalid_value("Only one of 'functions' and 'tools' can be given.", param="functions")
         if not isinstance(functions, list):

@@ -35,8 +35,7 @@ def merged(stored: Iterable[tuple[str, bytes]], waiting: Iterable[tuple[str, byt
     """Yield the lines of the table, then those that wait on disk and are not in the table yet."""
     seen: dict[str, int] = {}
     for where, data in stored:
-        line = read_line(data)
-        if line is not None:
+        if (line := read_line(data)) is not None:
             seen[line.chain] = line.seq
         yield where, data
     for where, data in waiting:

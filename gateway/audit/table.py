@@ -42,8 +42,7 @@ class AuditTable(Database):
         """Write lines that are not in the table yet."""
         rows = []
         for data in lines:
-            line = read_line(data)
-            if line is None:
+            if (line := read_line(data)) is None:
                 raise DatabaseUnavailableError("a waiting entry is damaged")
             rows.append({"chain": line.chain, "seq": line.seq, "time": line.time, "entry": data.decode()})
         for some in batches(rows):

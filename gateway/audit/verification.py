@@ -100,13 +100,11 @@ def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], checkpoint
     broken = None
     for where, data in lines:
         count += 1
-        line = read_line(data)
-        if line is None:
+        if (line := read_line(data)) is None:
             broken = Broken(where, "is not an entry")
             break
         chain = chains.setdefault(line.chain, _Chain())
-        broken = _next(chain, where, line, data, keys)
-        if broken is not None:
+        if (broken := _next(chain, where, line, data, keys)) is not None:
             break
         expected = noted.get(line.chain, {}).pop(line.seq, line.mac)
         if expected != line.mac:

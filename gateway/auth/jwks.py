@@ -31,8 +31,7 @@ class KeySetError(Exception):
 
 def verification_keys(document: bytes) -> bytes:
     """Return the keys of a JWKS that can verify tokens, as a JSON list of JWKs. Raises KeySetError."""
-    found = [key for key in _keys(document) if _can_verify(key)]
-    if not found:
+    if not (found := [key for key in _keys(document) if _can_verify(key)]):
         raise KeySetError("has no public key for signatures")
     return orjson.dumps(found[:_MAX_KEYS])
 

@@ -78,8 +78,7 @@ class TokenVerifier:
 
     def principal(self, token: bytes, digest: bytes) -> Key | None:
         """Return the principal of a token; None if this is not a token. ``digest`` is its SHA-256. Raises Refusal."""
-        key = self._principals.get(digest)
-        if key is None:
+        if (key := self._principals.get(digest)) is None:
             if not _FORM.match(token):
                 return None
             key = self._principal_for(self._verified(token, digest))
@@ -261,8 +260,7 @@ def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
     if issuer.claims.key is None:
         return issuer.keys[0]
     named = _names(claim_at(claims, issuer.claims.key), issuer.claims.key)
-    found = next((name for name in named if name in issuer.keys), None)
-    if found is None:
+    if (found := next((name for name in named if name in issuer.keys), None)) is None:
         raise Refusal("invalid_api_key", f"The token's claim {issuer.claims.key} names no key of this gateway.")
     return found
 

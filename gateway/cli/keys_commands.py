@@ -220,8 +220,7 @@ def show_one(where: Where, id: Identity, store: StoreOption = None) -> int:
         return store_commands.show_one(where, store_commands.KEYS, id)
     known = load(where.config)
     listed = list_keys(known, _last_use(known, where), datetime.now(UTC))
-    found = next((each for each in listed["keys"] if each["id"] == id), None)
-    if found is None:
+    if (found := next((each for each in listed["keys"] if each["id"] == id), None)) is None:
         return say_error(f"there is no key {id} in {where.config}", FAILED)
     print_json(found)
     return 0
@@ -353,8 +352,7 @@ def verify(where: Where) -> int:
 
     known = load(where.config)
     token = _read_key()
-    found = _holder(known, keys.hash_of(token))
-    if found is None:
+    if (found := _holder(known, keys.hash_of(token))) is None:
         mistyped = keys.has_key_format(token) and not keys.has_valid_checksum(token)
         return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {where.config}", FAILED)
     key, end = found

@@ -201,8 +201,7 @@ def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     from gateway.config import drafted
     from upstream.vllm.command_line import inherited
 
-    draft = drafted(file, once)
-    if draft is None:
+    if (draft := drafted(file, once)) is None:
         return []
     machine = this_machine(draft, inherited(os.environ, Path(sys.executable).parent), lambda text: typer.echo(text, err=True))
     return [*preflight.problems(draft, machine), *lint.notes(draft, datetime.now(UTC))]
@@ -345,8 +344,7 @@ def command(where: Where, model: Model) -> int:
     from gateway.config.problems import did_you_mean
 
     known = load(where.config)
-    found = next((each for each in known.models if each.id == model), None)
-    if found is None:
+    if (found := next((each for each in known.models if each.id == model), None)) is None:
         return say_error(f"there is no model {model} in {where.config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
     if found.launch is None:
         return say_error(f"{model} is not launched: {'it is a split' if found.split else 'its servers run elsewhere'}", FAILED)
@@ -400,8 +398,7 @@ def reload(where: Where) -> int:
 
 def _already_applied(read: Mapping[str, Any]) -> list[str]:
     """Return the lines about a reload without changes: the gateway may have noticed them before the command."""
-    earlier = read.get("earlier")
-    if earlier is None:
+    if (earlier := read.get("earlier")) is None:
         return ["nothing has changed"]
     return [f"already applied {max(read['when'] - earlier['when'], 0):.1f} s ago:", *earlier["changes"]]
 

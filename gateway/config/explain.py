@@ -45,8 +45,7 @@ def _message(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
             return _unknown(path, model)
         case "literal_error" | "enum":
             return _no_choice(detail)
-    wanted = _WANTED.get(detail["type"])
-    if wanted is None:
+    if (wanted := _WANTED.get(detail["type"])) is None:
         return detail["msg"]
     return f"expected {wanted.format(**detail.get('ctx', {}))}, found {_found(detail['input'])}{_hint(detail, path, model)}"
 

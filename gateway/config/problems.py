@@ -88,8 +88,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$([A-Z_][A-Z0-9_]*)|os\.environ/(\w+)|\{\{
 
 def unexpanded(text: str) -> str:
     """Return how to refer to an environment variable, if a text is a reference of another notation; else an empty text."""
-    found = _VARIABLE.fullmatch(text)
-    if found is None:
+    if (found := _VARIABLE.fullmatch(text)) is None:
         return ""
     name = next(filter(None, found.groups()))
     return f"this file has no such variables; write {{env: {name}}} where a secret is expected, and elsewhere the value itself"

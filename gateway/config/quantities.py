@@ -97,8 +97,7 @@ def _parts(text: object, pattern: str, wanted: str) -> tuple[Decimal, str]:
 
 def _positive(parse: Any) -> Any:
     def check(text: object) -> Any:
-        value = parse(text)
-        if not value:
+        if not (value := parse(text)):
             raise ValueError("must be more than zero")
         return value
 

@@ -299,11 +299,9 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
     """Check fixed ports of launched servers: unique among those that run at the same time, and not the gateway's own."""
     before: list[tuple[ConfigValue, _Listening]] = []
     for model in draft.models:
-        mine = _Listening.at(model.get("launch", "args"), "127.0.0.1")
-        if mine is None:
+        if (mine := _Listening.at(model.get("launch", "args"), "127.0.0.1")) is None:
             continue
-        own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
-        if own is not None:
+        if (own := next((one for one in _own_ports(draft) if one.clashes(mine)), None)) is not None:
             yield mine.setting.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.setting.path))}")
         else:
             same = (setting for setting, one in before if one.clashes(mine))
@@ -325,8 +323,7 @@ def _launch_sockets(draft: Draft) -> Iterator[Problem]:
 
 def _given_twice(draft: Draft, model: ConfigValue, same: Iterable[ConfigValue], mine: ConfigValue, what: str) -> Iterator[Problem]:
     """Report the address at ``mine`` if a model with the ``same`` address may run at the same time."""
-    other = next((one for one in same if not _never_overlap(draft, one, model)), None)
-    if other is not None:
+    if (other := next((one for one in same if not _never_overlap(draft, one, model)), None)) is not None:
         yield mine.problem(f"{what} is given to `{other.get('id').value}` too, and both may run at the same time")
 
 

@@ -66,15 +66,13 @@ def resolve(value: object, info: ValidationInfo) -> SecretStr:
 
 def _from_environment(name: str, around: Surroundings) -> str:
     around.named.add(name)
-    text = around.environ.get(name)
-    if not text:
+    if not (text := around.environ.get(name)):
         raise ValueError(f"the environment variable {name} is {'not set' if text is None else 'empty'}")
     return text
 
 
 def _from_file(name: str, around: Surroundings) -> str:
-    text = read_file(name, around).strip("\r\n")
-    if not text:
+    if not (text := read_file(name, around).strip("\r\n")):
         raise ValueError(f"the file {name} is empty")
     return text
 

@@ -182,8 +182,7 @@ class StoreCounts:
 
     def _holders(self) -> dict[str, Holder]:
         """Return the configured holders with counts, by their names."""
-        snapshot = self._snapshot()
-        if snapshot is None:
+        if (snapshot := self._snapshot()) is None:
             return {}
         allowances = (*(each for key in snapshot.keys for each in key.allowances), *(each for of in snapshot.teams.values() for each in of))
         return {each.holder: _holder(each) for some in allowances for each in fixed_holders(some)}

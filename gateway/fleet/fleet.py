@@ -96,8 +96,7 @@ class Fleet:
         for model in config.models:
             if model.launch is None:
                 continue
-            known = before.pop(model.id, None)
-            if known is not None:
+            if (known := before.pop(model.id, None)) is not None:
                 self._configure(known, config, model, model.launch)
             self._launched[model.id] = known or LaunchedModel(config, model, model.launch, now)
         for removed in before.values():

@@ -69,8 +69,7 @@ class KeyEncoder:
         if self._config.isolate_prefix_cache is not None:
             return self._made(identity, settings, team)  # each key has its own salt
         known = msgspec.json.encode(settings)
-        found = self._templates.get(known)
-        if found is None:
+        if (found := self._templates.get(known)) is None:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             found = self._templates[known] = self._made(_ANY, settings, team)

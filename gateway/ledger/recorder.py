@@ -117,8 +117,7 @@ class Recorder:
     def _update_slots(self, slots: Sequence[int]) -> None:
         streams, tails = self._streams, self._tails
         for slot in slots:
-            stream = streams.get(slot)
-            if stream is None:
+            if (stream := streams.get(slot)) is None:
                 continue  # it has ended
             tail = stream.usage_tail()
             if tail != tails.get(slot, b""):

@@ -34,8 +34,7 @@ class RejectionSample:
     def add(self, record: RequestRecord) -> None:
         """Add a request that ended with an error and has no key."""
         client = _client_of(record.client)
-        known = self._by_client.get(client)
-        if known is None:
+        if (known := self._by_client.get(client)) is None:
             if len(self._by_client) >= _CLIENTS_PER_TICK:
                 self._omitted += 1
                 return

@@ -289,8 +289,7 @@ class Ledger:
         return not (self._spool.has_closed or self._collected.is_set()) and time.monotonic() < self._gather_until
 
     def _deliver_segment(self, segment: Segment) -> None:
-        payloads = self._spool.payloads(segment)
-        if payloads is None:
+        if (payloads := self._spool.payloads(segment)) is None:
             return
         self._write(payloads)
         self._spool.remove(segment, len(payloads))

@@ -177,8 +177,7 @@ class Buckets:
     def _record(self, name: str, cells: int, part: float = 1.0, *, is_holder: bool = False) -> int:
         """Return the offset of the cells of a record, which is added if there is none of this name. Raises BucketsFullError."""
         digest = _digest(name)
-        found = self._offsets.get(digest)
-        if found is not None:
+        if (found := self._offsets.get(digest)) is not None:
             return found
         start, size = _HEAD.size + self._read, _RECORD.size + _CELL * cells
         if start + size > len(self._map) * part:

@@ -85,8 +85,7 @@ def bound_response(
     A request without a limit gets one. A limit that exceeds a whole budget is lowered to what fits into it, because such a request is
     admitted while the budget is unused. ``context`` is the model's, None if it is not known. ``most``: a limit that was reserved before.
     """
-    output = OUTPUTS.get(path)
-    if output is None:
+    if (output := OUTPUTS.get(path)) is None:
         return estimated
     prompt, choices = estimated.prompt, estimated.choices
     fits = max(_completion_capacity(budgets.whole, prompt, budgets.price) // choices, 1)

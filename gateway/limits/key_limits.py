@@ -65,8 +65,7 @@ class KeyLimits:
 
     def for_model(self, model: Model) -> tuple[Holders, Holders, headers.Layout | None]:
         """Return the additional holders for a model, all holders together, and the layout of their headers."""
-        found = self._for_models.get(model.id)
-        if found is None:
+        if (found := self._for_models.get(model.id)) is None:
             own = tuple(holder for each, holder in self.holders if each.models is not None and _covers(each, model))
             found = self._for_models[model.id] = own, (*self.for_all_models, *own), headers.layout_of((*self.for_all_models, *own))
         return found

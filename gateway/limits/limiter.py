@@ -135,8 +135,7 @@ class Limiter:
         if not key.allowances:
             return []
         limits, now = self.end_users.shown(key, fields, user) if counts_users(key) else self.limits_of(key), monotonic()
-        counts = await self._counts_in_store(limits, identity)
-        if counts is None:
+        if (counts := await self._counts_in_store(limits, identity)) is None:
             at, buckets = moment(now, time()), self.buckets
             counts = [(buckets.rates(holder), buckets.budget_states(holder, at)) for _, holder in limits.holders]
         found = [
@@ -174,8 +173,7 @@ class Limiter:
                 return self._by_key[key.id]
             except KeyError:
                 return self.end_users.on_arrival(key, fields) if counts_users(key) else self._limits_of_stored(key)
-        known = self._subjects.get((key.id, key.team))
-        if known is None:
+        if (known := self._subjects.get((key.id, key.team))) is None:
             if counts_users(key):
                 return self.end_users.on_arrival(key, fields)
             entry = key.entry

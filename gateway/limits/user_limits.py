@@ -84,8 +84,7 @@ class UserLimits:
 
     def limits_of(self, user: EndUser, *, is_shown: bool = False) -> KeyLimits:
         """Return the limits of an end user. ``is_shown``: they are for a report, and no request is refused. Raises Refusal."""
-        known = self._known.get(_identity(user))
-        if known is not None:
+        if (known := self._known.get(_identity(user))) is not None:
             return known
         try:
             return self._made(user, is_shown)
@@ -107,8 +106,7 @@ class UserLimits:
             if each.users is None:
                 allowances.append(each)
             elif user.name is not None:
-                holder = self._placed(each, user.name)
-                if holder is not None:
+                if (holder := self._placed(each, user.name)) is not None:
                     holders[holder.name] = holder
                 else:
                     owner = end_users.owner_of(each.holder)

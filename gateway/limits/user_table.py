@@ -69,10 +69,8 @@ class UserTable:
         number, cells = _number_of(self._owner, name), self._buckets.cells
         with self._buckets.exclusive():
             self._follow()
-            index = self._by_number.get(number)
-            if index is None:
-                index = self._free(at)
-                if index is None:
+            if (index := self._by_number.get(number)) is None:
+                if (index := self._free(at)) is None:
                     return None
                 self._assign(index, number, name)
             holder = structs.replace(self._holder(index), name=user_of(self._owner, name), number=number)
@@ -149,8 +147,7 @@ class UserTable:
 
     def _holder(self, index: int) -> Holder:
         """Return the holder in a record, without the end user's name. Raises BucketsFullError if it is new and has no memory."""
-        found = self._placed.get(index)
-        if found is None:
+        if (found := self._placed.get(index)) is None:
             name, offset = self._record(index), self._offset(index)
             rings = {
                 each.window: self._buckets.record(f"{name}\n{each.window}", RING_CELLS + 1, self._part)

@@ -39,8 +39,7 @@ class CertificateDates:
     def series(self, config: Config) -> Iterator[tuple[Series, float]]:
         """Yield when the certificates expire."""
         for port in self._ports:
-            found = port.read(config)
-            if found is not None:
+            if (found := port.read(config)) is not None:
                 yield Series("certificate_expires_timestamp_seconds", (port.setting,)), found.expires
 
 
@@ -55,8 +54,7 @@ class _Dates:
         self._logged: str | None = None
 
     def read(self, config: Config) -> Validity | None:
-        tls = self._files(config)
-        if tls is None:
+        if (tls := self._files(config)) is None:
             return None
         stamp = tls.cert, file_stat(tls.cert)
         if stamp != self._stamp:

@@ -76,8 +76,7 @@ class Monitor:
         return self.dependencies
 
     def _observations(self) -> Iterator[Observation]:
-        store = self._workers.store_status()
-        if store is not None:
+        if (store := self._workers.store_status()) is not None:
             yield Observation("limits_store", error=store.error)
         if self._ledger is not None:
             yield from self._ledger.dependencies()

@@ -37,8 +37,7 @@ def token_request(
     """
     if caches is None or not caches.block_sizes or size > MOST_BYTES:
         return None
-    plan = token_plan(document, path)
-    if plan is None:
+    if (plan := token_plan(document, path)) is None:
         return None
     servers = model.pool.servers
     served = model.model.served or (servers[0].spec.model if servers else model.model.id)

@@ -49,8 +49,7 @@ def token_plan(document: Mapping[str, Any], path: str) -> TokenPlan | None:
             is_tokens = bool(prompt) and all(type(each) is int and 0 <= each < 2**32 for each in prompt)
             return TokenPlan(prompt, None, salt) if is_tokens else None
         document = {**document, "prompt": prompt}
-    request = tokenize_request(path, dict(document))
-    if request is None:
+    if (request := tokenize_request(path, dict(document))) is None:
         return None
     messages = [] if "prompt" in request.body else request.body.get("messages")
     return TokenPlan(None, request.body, salt) if isinstance(messages, list) and all(map(_is_text, messages)) else None

@@ -46,8 +46,7 @@ class Encryption:
         header, body = file[:_HEADER], file[_HEADER:]
         if len(header) < _HEADER or not header.startswith(_MAGIC):
             raise DecryptionError("the file has an unknown format")
-        key = self._keys.get(header[len(_MAGIC) : len(_MAGIC) + _KEY_ID])
-        if key is None:
+        if (key := self._keys.get(header[len(_MAGIC) : len(_MAGIC) + _KEY_ID])) is None:
             raise DecryptionError("it was encrypted with another key; add that key to record.key")
         cipher, bound = _cipher(key, header), header + identity.encode()
         try:

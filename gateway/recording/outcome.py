@@ -156,8 +156,7 @@ def _json(value: object) -> str | None:
 
 
 def _error(document: Mapping[str, Any]) -> str | None:
-    error = document.get("error")
-    if error is None:
+    if (error := document.get("error")) is None:
         return None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) else "an error without a message"

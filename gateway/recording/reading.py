@@ -35,8 +35,7 @@ def _read(settings: Recording, identity: str) -> dict[str, Any]:
     except ValueError as error:
         raise NoRecordError(str(error)) from error
     store = open_store(settings)
-    data = store.get(encrypted)
-    if data is not None:
+    if (data := store.get(encrypted)) is not None:
         if not settings.encryption_keys:
             raise RecordError("the record is encrypted; set record.key")
         data = Encryption(settings.encryption_keys).decrypt(identity, data)

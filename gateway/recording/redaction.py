@@ -109,8 +109,7 @@ class Redactor:
 
     def event(self, event: bytes, removed: Removed) -> bytes:
         """Return an event of a stream without the configured fields, and without its comments. Raises NotParsedError."""
-        data = data_of(event)
-        if not data:
+        if not (data := data_of(event)):
             return b""
         name = _EVENT_NAME.search(event)
         if data != _DONE:

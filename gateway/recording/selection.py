@@ -30,7 +30,6 @@ class Selection:
         if not self._sample.includes(request_id):
             return False
         identity = key.entry or key.id
-        found = self._by_key.get(identity)
-        if found is None:
+        if (found := self._by_key.get(identity)) is None:
             found = self._by_key[identity] = any(fnmatchcase(identity, pattern) for pattern in self._keys)
         return found

@@ -133,8 +133,7 @@ class _Routes:
             if origin is None or not is_for(headers, origin):
                 raise Refusal("permission_denied", "Use the configured address of this gateway.")
             sessions, now = self._sign_in.sessions("data"), time.time()
-            session = sessions.read(headers, now)
-            if session is None:
+            if (session := sessions.read(headers, now)) is None:
                 raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
             if request.method == "HEAD":  # Starlette adds it to GET
                 raise Refusal("method_not_allowed", "This route takes GET only.", headers={"allow": "GET"})
@@ -263,8 +262,7 @@ class _Routes:
         return [stored_key(row) for row in await self._store.read(lambda database: database.made_by(person.identity))]
 
     async def _report(self, query: UsageQuery) -> Response:
-        found = await self._gateway.usage(query)
-        if found is None:
+        if (found := await self._gateway.usage(query)) is None:
             raise Refusal("not_found", _NO_LEDGER)
         return _json(found)
 

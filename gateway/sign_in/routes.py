@@ -58,8 +58,7 @@ class _Routes:
 
     @property
     def _origin(self) -> str:
-        origin = self._service.origin(self._port)
-        if origin is None:
+        if (origin := self._service.origin(self._port)) is None:
             raise SignInError("People do not sign in on this port.", status=404)
         return origin
 
@@ -105,8 +104,7 @@ class _Routes:
 
     async def session(self, request: Request) -> Response:
         """Return the person of the session, as JSON."""
-        session = self._session(request)
-        if session is None:
+        if (session := self._session(request)) is None:
             return JSONResponse({"error": "no person is signed in"}, 401, _NOT_STORED)
         return JSONResponse(session.document(), headers=_NOT_STORED | self._service.sessions(self._port).renewal(session, time.time()))
 

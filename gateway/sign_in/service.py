@@ -245,8 +245,7 @@ class SignIn:
         now = time.time()
         ports: tuple[Port, ...] = ("data", "admin")
         found = [self.sessions(each).read(headers, now) for each in ports if self.origin(each) is not None]
-        sessions = [each for each in found if each is not None]
-        if not sessions:
+        if not (sessions := [each for each in found if each is not None]):
             return None
         ended = await run_in_thread(lambda: self._people.sign_out([each.id for each in sessions], now), _TIMEOUT)
         await self._make_known()

@@ -23,8 +23,7 @@ def origin_of(settings: conf.SignIn, port: Port) -> str | None:
 
 def session_rules(settings: conf.SignIn, port: Port) -> SessionRules | None:
     """Return the rules for the sessions of a port; None: people do not sign in there."""
-    origin = origin_of(settings, port)
-    if origin is None:
+    if (origin := origin_of(settings, port)) is None:
         return None
     return SessionRules(
         key=key_of(settings),

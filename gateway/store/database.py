@@ -88,8 +88,7 @@ class Transaction:
 
     def row(self, kind: Kind, identity: str) -> Row:
         """Return an entry. Raises RefusedChangeError."""
-        found = self.find(kind, identity)
-        if found is None:
+        if (found := self.find(kind, identity)) is None:
             raise RefusedChangeError(Reason.NOT_FOUND, f"there is no {kind} {identity} in the store")
         return found
 
@@ -272,8 +271,7 @@ class KeyDatabase(Database):
             query = query.where(_is_of(kind, teams))
         with self.transaction() as connection:
             later = select(table.c.id).where(table.c.id > after).order_by(table.c.id)
-            last = connection.execute(later.offset(SEARCHED - 1).limit(1)).scalar()
-            if last is not None:
+            if (last := connection.execute(later.offset(SEARCHED - 1).limit(1)).scalar()) is not None:
                 query = query.where(identity <= last)
             rows = connection.execute(query.where(_contains(kind, text, connection.dialect.name)))
             return SearchPage([_row(table, each) for each in rows], last)

@@ -49,8 +49,7 @@ def validity(pem: bytes) -> Validity | None:
 
 
 def _validity(certificate: bytes) -> Validity:
-    found = _VALIDITY.search(certificate)
-    if found is None:
+    if (found := _VALIDITY.search(certificate)) is None:
         raise ValueError("the certificate has no dates")
     return Validity(*map(_seconds, found.groups()))
 

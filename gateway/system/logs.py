@@ -184,8 +184,7 @@ def for_programs() -> bool:
 
 def report_suppressed(now: float) -> None:
     """Write how many lines were suppressed in expired windows. To be called about once a second."""
-    handler = _handler()
-    if handler is not None:
+    if (handler := _handler()) is not None:
         handler.report_suppressed(now)
 
 

@@ -259,8 +259,7 @@ class WorkerMetrics:
     def cells(self, family: str, *labels: str) -> SharedCells:
         """Return the cells of one series. If the counter memory is full, return throw-away cells so that counting never fails a request."""
         key = (family, *labels)
-        found = self._cells.get(key)
-        if found is None:
+        if (found := self._cells.get(key)) is None:
             found = self._cells[key] = self._allocate(Series(family, labels).encode(), FAMILIES[family].cells)
         return found
 
@@ -272,8 +271,7 @@ class WorkerMetrics:
     def peer_cells(self, family: str, *labels: str) -> list[SharedCells | None]:
         """Return the cells of a series in each other worker, to be read; None if it does not exist there."""
         key = (family, *labels)
-        found = self._peer_cells.get(key)
-        if found is None:
+        if (found := self._peer_cells.get(key)) is None:
             name = Series(family, labels).encode()
             found = [each.find(name) for each in self._peers]
             if all(cells is not None for cells in found):

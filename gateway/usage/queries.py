@@ -208,8 +208,7 @@ _STORED = {"estimated_requests": "estimated", "cost_high": "high", "cost_low": "
 
 def _group(table: Table, part: str) -> ColumnElement[Any]:
     """Return the expression for a dimension; NULL if the totals are not grouped by it."""
-    column = DIMENSIONS.get(part)
-    if column is None:
+    if (column := DIMENSIONS.get(part)) is None:
         label: ColumnElement[Any] = table.c.labels[part.removeprefix(LABEL)].as_string()
         return label
     return table.c[column] if column in table.c else null()

@@ -89,8 +89,7 @@ def _boundary(engine: Sequence[EngineSample], time: float) -> EngineSample | Non
 
     For a later time it is never an earlier sample, so consecutive windows are adjacent and do not overlap.
     """
-    until = [sample for sample in engine if sample.time <= time]
-    if not until:
+    if not (until := [sample for sample in engine if sample.time <= time]):
         return None
     quiet = next((sample for sample in reversed(until) if sample.quiet), None)
     return quiet if quiet is not None and until[-1].time - quiet.time <= QUIET_WITHIN else until[-1]

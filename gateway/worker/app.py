@@ -166,8 +166,7 @@ class WorkerApp:
     def _session(self, request: Request, rules: SessionRules) -> Response:
         """Return the person of the session. Raises Refusal."""
         sessions, now = self.page_requests.sessions(rules), time.time()
-        session = sessions.read(request.scope["headers"], now)
-        if session is None:
+        if (session := sessions.read(request.scope["headers"], now)) is None:
             raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
         return JSONResponse(session.document(), headers=_NOT_STORED | sessions.renewal(session, now))
 

@@ -121,8 +121,7 @@ def decide(views: Sequence[ModelView], now: float) -> tuple[Action, ...]:
     displaced: dict[str, str] = {}
     holding = [view for view in views if view.phase not in NOT_RUNNING]
     for view in _queue(views):
-        blockers = _blockers(view, holding, lambda other: _stop_order(other, now))
-        if not blockers:
+        if not (blockers := _blockers(view, holding, lambda other: _stop_order(other, now))):
             starts.append(Action(ActionKind.WAKE if view.phase is ModelPhase.SLEEPING else ActionKind.START, view.model, _why(view)))
         elif view.wanted_since is None:
             continue  # an eager model does not displace another one

@@ -245,8 +245,7 @@ class _ServerProbe:
     async def _probe_once(self, check: HealthCheck) -> None:
         try:
             before = self.history.health if self.history else None
-            seen = await check.run(models=time.monotonic() >= self._models_due)
-            if seen is not None:
+            if (seen := await check.run(models=time.monotonic() >= self._models_due)) is not None:
                 self._record(seen, before)
                 if seen.models is not None and (before is None or not before.up or before.task is None):
                     self._record_routes(*await check.detect_routes())

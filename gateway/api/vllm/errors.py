@@ -80,8 +80,7 @@ def classify(
         return Refusal("server_error", _BAD_OUTPUT)
     if status >= 500 or status < 400:
         return Refusal("server_error", "The model's server failed.")
-    report = validation.read(message)
-    if report is not None:
+    if (report := validation.read(message)) is not None:
         return _invalid(report, param, document)
     return _refused(status, message, param, input_field, document or {})
 
@@ -331,8 +330,7 @@ _ENABLE = "This request needs a feature that is not enabled for this model; ask 
 
 def _invalid(report: validation.ErrorReport, param: str | None, document: Mapping[str, Any] | None) -> Refusal:
     """Return the error for pydantic's findings, as sentences."""
-    found = validation.explain(report, document)
-    if found is None:
+    if (found := validation.explain(report, document)) is None:
         text = f"{param}: Input is not valid" if param else "The request does not have the right shape."
         found = validation.Explanation(text, param, missing=False)
     code = "missing_required_parameter" if found.missing else "invalid_value" if found.param else "invalid_request"
@@ -353,8 +351,7 @@ def _refused(status: int, message: str, param: str | None, input_field: str, doc
         return Refusal("unsupported_media_type", _helpful(message) or "The content type is not supported.")
     code, own = "invalid_value", False
     for known in _KNOWN:
-        found = re.search(known.pattern, message)
-        if found is not None:
+        if (found := re.search(known.pattern, message)) is not None:
             where = known.where if isinstance(known.where, str) else known.where(document, input_field)
             param, code = where or param, known.code
             if known.instead is not None:

@@ -68,13 +68,11 @@ _EXPECTED = re.compile(r"'([^']*)'")
 
 def read(message: str) -> ErrorReport | None:
     """Return the findings of a message in either form; None for another message."""
-    listed = _LISTED.match(message)
-    if listed is not None:
+    if (listed := _LISTED.match(message)) is not None:
         lines = message[listed.end() :].split("\n")
         more = lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS
         return ErrorReport(None, tuple(_listed_findings(lines[:MAX_FINDINGS])), more)
-    titled = _TITLED.match(message)
-    if titled is None:
+    if (titled := _TITLED.match(message)) is None:
         return None
     lines = message[titled.end() :].split("\n")
     return ErrorReport(titled[1], tuple(_text_findings(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
@@ -82,8 +80,7 @@ def read(message: str) -> ErrorReport | None:
 
 def _listed_findings(lines: Iterable[str]) -> Iterator[Finding]:
     for line in lines:
-        found = _LISTED_FINDING.match(line)
-        if found is None:
+        if (found := _LISTED_FINDING.match(line)) is None:
             continue
         kind, one, other, several, *reasons = found.groups()
         path_text = one or other or ".".join("".join(pair) for pair in _QUOTED.findall(several or ""))
@@ -484,8 +481,7 @@ def explain(report: ErrorReport, document: Any = None) -> Explanation | None:
     by_path: dict[Path, list[Finding]] = {}
     for each in located:
         by_path.setdefault(each.path, []).append(each)
-    sentences = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
-    if not sentences:
+    if not (sentences := [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]):
         return None
     message, param = "; ".join(dict.fromkeys(each.message for each in sentences)), sentences[0].param
     if param is None and isinstance(document, dict):  # text about the body as a whole

@@ -74,8 +74,7 @@ def month_of(text: str) -> tuple[date, date]:
 
 def mark_late(connection: Connection, rows: Sequence[UsageRow], now: float) -> None:
     """Set ``late`` of the rows whose month is closed. Until the transaction ends, no month of these rows can be closed."""
-    months = sorted({_month_of(day) for day in {int(row.started // _DAY) for row in rows}})
-    if not months:
+    if not (months := sorted({_month_of(day) for day in {int(row.started // _DAY) for row in rows}})):
         return
     _hold(connection, months, shared=True)
     closed = {month for (month,) in connection.execute(select(MONTHS.c.month).where(MONTHS.c.month.in_(months)))}
@@ -116,8 +115,7 @@ def close_month(engine: Engine, month: str, now: datetime) -> ClosedMonth:
     with engine.begin() as connection:
         _hold(connection, [month], shared=False)
         connection.execute(insert_into(MONTHS, connection.dialect.name).values(month=month, closed=now).on_conflict_do_nothing())
-    found = read_month(engine, month)
-    if found is not None:
+    if (found := read_month(engine, month)) is not None:
         return found
     lines = _summed(engine, month, late=False)
     with engine.begin() as connection:

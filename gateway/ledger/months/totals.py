@@ -44,8 +44,7 @@ def replace_by_totals(connection: Connection, before: datetime, most: int) -> in
     dialect = connection.dialect.name
     connection.exec_driver_sql(_LOCKS[dialect])
     old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(most)
-    ids = list(connection.execute(old).scalars())
-    if not ids:
+    if not (ids := list(connection.execute(old).scalars())):
         return 0
     groups = [USAGE.c[name] for name in GROUPS]
     sums = [value.label(name) for name, value in sums_of_rows().items()]

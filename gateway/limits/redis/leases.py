@@ -129,8 +129,7 @@ class LeasedHolders:
         self._counted = Amounts(counted.requests + amounts.requests, 0, counted.tokens + amounts.tokens, counted.cost + amounts.cost)
         if self._counted.requests < LEAST or now < self._not_before:
             return
-        wanted = next_amounts(self._counted, now - self._since, known, now)
-        if wanted is None:
+        if (wanted := next_amounts(self._counted, now - self._since, known, now)) is None:
             self._not_before = now + _RETRY
         else:
             self._is_requested = True

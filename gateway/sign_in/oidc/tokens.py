@@ -85,8 +85,7 @@ def _verified(
         raise _refused(f"it is not signed by one of {', '.join(client.algorithms)}")
     if not isinstance(identity, str | None):
         raise _refused("its key ID is not a text")
-    key = keys.find(identity, algorithm)
-    if key is None:
+    if (key := keys.find(identity, algorithm)) is None:
         raise UnknownKeyError(_REFUSED, detail="the issuer has not published its key", status=502)
     try:
         claims: dict[str, Any] = jwt.decode(

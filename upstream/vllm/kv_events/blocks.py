@@ -102,8 +102,7 @@ class EngineBlocks:
             self.unmapped += len(hashes)
             return
         for block_hash, key in zip(hashes, keys, strict=True):
-            block = self._blocks.get(block_hash)
-            if block is None:
+            if (block := self._blocks.get(block_hash)) is None:
                 if len(self._blocks) >= self._limit:
                     self.unmapped += 1
                     continue  # the next blocks may be known ones
@@ -113,8 +112,7 @@ class EngineBlocks:
 
     def _counts(self, group: int, event: BlockStored) -> bool:
         """Return whether a group counts. The first one decides the size of blocks; a group with another size is ignored."""
-        counts = self._groups.get(group)
-        if counts is None:
+        if (counts := self._groups.get(group)) is None:
             if self.block_size is None and event.kv_cache_spec_kind in FULL_KINDS and event.block_size > 0:
                 self.block_size = event.block_size
             counts = self._groups[group] = event.kv_cache_spec_kind in FULL_KINDS and event.block_size == self.block_size
