@@ -35,10 +35,7 @@ def queue_report(series: Mapping[Series, Sequence[float]], model: str | None = N
     for labels, values in found.items():
         whole[labels[0]] += values["service"]
     rows = [_row(labels, values, whole[labels[0]]) for labels, values in found.items()]
-    return {
-        "flows": sorted(rows, key=lambda row: (row["model"], -row["service"], row["key"])),
-        "open_slots": _open_slots(series, model),
-    }
+    return {"flows": sorted(rows, key=lambda row: (row["model"], -row["service"], row["key"])), "open_slots": _open_slots(series, model)}
 
 
 def _open_slots(series: Mapping[Series, Sequence[float]], model: str | None) -> list[dict[str, Any]]:

@@ -18,15 +18,7 @@ from gateway.snapshot.snapshot import BodyRules, Model
 
 Document = dict[str, Any]
 
-STRIPPED = frozenset(
-    {
-        "priority",
-        "request_id",
-        "session_id",
-        "cache_salt",
-        "return_prompt_text",
-    }
-)
+STRIPPED = frozenset({"priority", "request_id", "session_id", "cache_salt", "return_prompt_text"})
 """Fields that only the gateway sets: they are removed."""
 
 REFUSED = frozenset(

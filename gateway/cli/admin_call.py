@@ -34,8 +34,7 @@ _GATEWAY: Mapping[str, Any] = {
         typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE."),
     ],
     "token_file": Annotated[
-        Path | None,
-        typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway."),
+        Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.")
     ],
 }
 

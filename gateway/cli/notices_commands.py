@@ -31,10 +31,7 @@ def list_notices(
 
 
 @with_gateway
-def send_test(
-    where: Where,
-    name: Annotated[str | None, option("Only these notices; default: all.", "NAME")] = None,
-) -> int:
+def send_test(where: Where, name: Annotated[str | None, option("Only these notices; default: all.", "NAME")] = None) -> int:
     """Send a test notice, and print what the receiver replied."""
     with connected(where) as gateway:
         results = gateway.send("POST", f"{_NOTICES}/test", None if name is None else {"name": name})["results"]

@@ -24,8 +24,7 @@ KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
 _ANY_VERSION = {"if-match": "*"}
 _PAGE = "1000"
 StoreOption = Annotated[
-    bool | None,
-    typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured."),
+    bool | None, typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured.")
 ]
 UnsetOption = Annotated[list[str] | None, option("A setting or limit to remove; can be repeated.", "NAME")]
 WeightOption = Annotated[float | None, option("Share of the team in queues, e.g. 3; 1 by default.", "NUMBER")]

@@ -26,12 +26,7 @@ def setting(description: str, default: Any = None, **details: Any) -> Any:
     return Field(default=default, description=description, **details)
 
 
-_TYPES = vars(values) | {
-    "bool": values.Flag,
-    "int": Annotated[int, Strict()],
-    "float": Annotated[float, Strict()],
-    "str": values.Text,
-}
+_TYPES = vars(values) | {"bool": values.Flag, "int": Annotated[int, Strict()], "float": Annotated[float, Strict()], "str": values.Text}
 """The types of the annotations of a declaration, by their text."""
 
 

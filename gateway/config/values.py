@@ -30,12 +30,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core.core_schema import (
-    float_schema,
-    literal_schema,
-    no_info_after_validator_function,
-    plain_serializer_function_ser_schema,
-)
+from pydantic_core.core_schema import float_schema, literal_schema, no_info_after_validator_function, plain_serializer_function_ser_schema
 
 from gateway.access.actor import Role
 from gateway.api.media_urls import is_entry

@@ -138,10 +138,7 @@ def read_samples(connection: Connection, since: datetime, until: datetime, model
     engine = (table.c.server, table.c.started, table.c.quiet)
     last = select(*engine, func.max(table.c.time).label("time")).where(table.c.time <= since).group_by(*engine).subquery()
     joined = table.join(last, and_(*(table.c[name] == last.c[name] for name in ("server", "started", "quiet", "time"))))
-    for statement in (
-        select(table).select_from(joined),
-        select(table).where(table.c.time > since, table.c.time <= until),
-    ):
+    for statement in (select(table).select_from(joined), select(table).where(table.c.time > since, table.c.time <= until)):
         yield from map(_sample, connection.execute(statement if model is None else statement.where(table.c.model == model)))
 
 

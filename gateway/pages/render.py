@@ -18,12 +18,7 @@ from starlette.responses import HTMLResponse
 
 
 def render(
-    template: str,
-    *files: str,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-    has_forms: bool = False,
-    **values: object,
+    template: str, *files: str, status: int = 200, headers: Mapping[str, str] | None = None, has_forms: bool = False, **values: object
 ) -> HTMLResponse:
     """Return the response with a page. ``files`` are its stylesheets (.css) and scripts, by their paths in ``gateway``, as ``template`` is.
 

@@ -55,10 +55,7 @@ def replay(record: dict[str, Any], model: str | None, url: str, key: str | None)
     first_byte: float | None = None
     pieces = []
     started = monotonic()
-    with (
-        httpx2.Client(timeout=_TIMEOUT) as client,
-        client.stream("POST", url + record["path"], content=body, headers=headers) as response,
-    ):
+    with httpx2.Client(timeout=_TIMEOUT) as client, client.stream("POST", url + record["path"], content=body, headers=headers) as response:
         for piece in response.iter_bytes():
             first_byte = monotonic() - started if first_byte is None else first_byte
             pieces.append(piece)

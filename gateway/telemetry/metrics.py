@@ -94,11 +94,7 @@ _FAMILIES = (
         "Weighted tokens, by which a queue is fair, of requests that ended; only of keys that have waited in the last minute.",
         _FLOW,
     ),
-    Family(
-        "queue_service_in_flight",
-        "The same for requests in flight that were dispatched from the queue, as estimated.",
-        _FLOW,
-    ),
+    Family("queue_service_in_flight", "The same for requests in flight that were dispatched from the queue, as estimated.", _FLOW),
     Family(
         "open_slots",
         "Slots of each server that requests of the classes after a class with reserved slots may use, as the worker knows it.",
@@ -174,11 +170,7 @@ _FAMILIES = (
     Family("key_store_keys", "Keys of the store."),
     Family("key_store_age_seconds", "Seconds since the store's database confirmed the keys that are served."),
     Family("key_store_copy_age_seconds", "Seconds since the store's database confirmed the keys in the local copy."),
-    Family(
-        "notices_total",
-        "Attempts to send a notice: sent, failed, or given up, which is not tried again.",
-        ("notice", "outcome"),
-    ),
+    Family("notices_total", "Attempts to send a notice: sent, failed, or given up, which is not tried again.", ("notice", "outcome")),
     Family("notices_waiting", "Notices that were not accepted by their receiver yet.", ("notice",)),
     Family("notices_oldest_waiting_seconds", "Age of the oldest of those notices, 0 without any.", ("notice",)),
     Family("prompt_counts_total", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")),

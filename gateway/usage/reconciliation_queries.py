@@ -25,17 +25,7 @@ from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
 from gateway.usage.database import connected, open_ledger
 from gateway.usage.errors import QueryError
 from gateway.usage.queries import UsageQuery, parse_query
-from gateway.usage.reconciliation import (
-    KINDS,
-    Classes,
-    LedgerSums,
-    ReconciledServer,
-    ReconciledWindow,
-    RowSums,
-    classify,
-    gaps,
-    windows,
-)
+from gateway.usage.reconciliation import KINDS, Classes, LedgerSums, ReconciledServer, ReconciledWindow, RowSums, classify, gaps, windows
 
 LONGEST_RESPONSE = timedelta(hours=6)
 """A response that takes longer belongs to the window in which its request arrived."""
