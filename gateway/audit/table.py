@@ -75,17 +75,14 @@ class AuditTable(Database):
     def read_before(self, chain: str, seq: int) -> list[bytes]:
         """Return the last lines of a chain before a number, the newest first, at most as many as a statement has."""
         query = select(AUDIT.c.entry).where(AUDIT.c.chain == chain, AUDIT.c.seq < seq).order_by(AUDIT.c.seq.desc()).limit(_BATCH)
-        with self.transaction() as connection:
-            return [entry.encode("utf-8", "surrogatepass") for entry in connection.execute(query).scalars()]
+        return [row.entry.encode("utf-8", "surrogatepass") for row in self.rows(query)]
 
     def newest_first(self, before: tuple[datetime, str, int] | None) -> Iterator[bytes]:
         """Yield the lines before a time, chain and number, the newest first."""
         order = AUDIT.c.time, AUDIT.c.chain, AUDIT.c.seq
         query = select(*order, AUDIT.c.entry).order_by(*(column.desc() for column in order)).limit(_BATCH)
         while True:
-            earlier = query if before is None else query.where(AUDIT.c.time <= before[0], tuple_(*order) < before)
-            with self.transaction() as connection:
-                rows = connection.execute(earlier).all()
+            rows = self.rows(query if before is None else query.where(AUDIT.c.time <= before[0], tuple_(*order) < before))
             yield from (row.entry.encode("utf-8", "surrogatepass") for row in rows)
             if len(rows) < _BATCH:
                 return

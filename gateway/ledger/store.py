@@ -21,7 +21,7 @@ from typing import Any, Literal
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, delete, event
+from sqlalchemy import Connection, Engine, Executable, create_engine, delete, event
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
@@ -112,6 +112,16 @@ class Database:
         """Open a transaction. It is committed at the end of the block. Raises DatabaseUnavailableError."""
         with self.prepared(), self.engine.begin() as connection:
             yield connection
+
+    def rows(self, query: Executable) -> Sequence[Any]:
+        """Return the rows of a query, in a transaction of its own. Raises DatabaseUnavailableError."""
+        with self.transaction() as connection:
+            return connection.execute(query).all()
+
+    def run(self, statement: Executable) -> int:
+        """Run a statement in a transaction of its own, and return the number of its rows. Raises DatabaseUnavailableError."""
+        with self.transaction() as connection:
+            return connection.execute(statement).rowcount
 
     @contextmanager
     def prepared(self) -> Iterator[None]:

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway import config as conf
+from gateway.auth.provider_request import ProviderError, request
 from gateway.system.tasks import cancel, wait_at_most
 from gateway.telemetry.dependencies import Observation
 from upstream.backoff import Backoff
 
-if TYPE_CHECKING:
-    import httpx2
-
-_TIMEOUT = 10.0  # seconds for a whole response
 _MIN_INTERVAL = 5.0  # seconds between two fetches
 _PAUSES = 1.0, 60.0  # seconds after the first failure, and at most
-_MAX_SIZE = 1 << 20  # bytes of a JWKS
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -51,10 +46,6 @@ class JwksSource:
     issuer: str
     url: str
     ca: Path | None
-
-
-class FetchError(OSError):
-    """A JWKS cannot be fetched. The text explains why."""
 
 
 class JwksFetcher:
@@ -145,8 +136,7 @@ class _JwksPoll:
     async def _poll(self) -> None:
         before, source = self.status, self._source
         try:
-            async with asyncio.timeout(_TIMEOUT):
-                keys = await self._fetch()
+            keys = await self._fetch()
         except OSError as error:
             status = replace(before, problem=str(error) or "it does not respond in time", concluded=True)
         else:
@@ -161,38 +151,19 @@ class _JwksPoll:
             self._on_change()
 
     async def _fetch(self) -> bytes | None:
-        """Fetch the JWKS, as ``verification_keys`` returns it. None: it has not changed. Raises FetchError, OSError."""
-        import httpx2  # loaded only where a JWKS is fetched
-
+        """Fetch the JWKS, as ``verification_keys`` returns it. None: it has not changed. Raises OSError."""
         from gateway.auth.jwks import KeySetError, verification_keys  # with PyJWT, which is an extra
 
-        trust = True if self._source.ca is None else ssl.create_default_context(cafile=self._source.ca)
         headers = {"accept": "application/json"} | self._validators
-        try:
-            async with (
-                httpx2.AsyncClient(verify=trust, timeout=_TIMEOUT) as client,  # it uses the environment's proxy
-                client.stream("GET", self._source.url, headers=headers) as response,
-            ):
-                if response.status_code == 304 and self._validators:
-                    return None
-                if response.status_code != 200:
-                    raise FetchError(f"it responded with status {response.status_code}")
-                document = await _read(response)
-        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, ImportError) as error:  # the last two: a proxy of an unknown kind
-            raise FetchError(str(error) or type(error).__name__) from error
+        response, document = await request("GET", self._source.url, headers, ca=self._source.ca)
+        if response.status_code == 304 and self._validators:
+            return None
+        if response.status_code != 200:
+            raise ProviderError(f"it responded with status {response.status_code}")
         try:
             keys = verification_keys(document)
         except KeySetError as error:
-            raise FetchError(f"its response {error}") from None
+            raise ProviderError(f"its response {error}") from None
         given = {"if-none-match": response.headers.get("etag"), "if-modified-since": response.headers.get("last-modified")}
         self._validators = {name: value for name, value in given.items() if value is not None}
         return keys
-
-
-async def _read(response: httpx2.Response) -> bytes:
-    document = b""
-    async for part in response.aiter_bytes():
-        document += part
-        if len(document) > _MAX_SIZE:
-            raise FetchError(f"its response is larger than {_MAX_SIZE} bytes")
-    return document

@@ -104,43 +104,36 @@ class NoticeTable(Database):
     def due(self, rule: str, now: datetime, limit: int) -> list[Row]:
         """Return notices of a rule that are due, the oldest first."""
         query = select(*_COLUMNS).where(NOTICES.c.state == "waiting", NOTICES.c.due <= now, NOTICES.c.rule == rule)
-        with self.transaction() as connection:
-            return [_row(each) for each in connection.execute(query.order_by(NOTICES.c.due).limit(limit))]
+        return [_row(each) for each in self.rows(query.order_by(NOTICES.c.due).limit(limit))]
 
     def claim(self, row: Row, now: datetime) -> bool:
         """Claim a notice for one attempt. False: another gateway has claimed it since it was read."""
         unchanged = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts
         statement = update(NOTICES).where(*unchanged).values(due=now + CLAIM, attempts=row.attempts + 1)
-        with self.transaction() as connection:
-            return connection.execute(statement).rowcount == 1
+        return self.run(statement) == 1
 
     def finish(self, row: Row, state: Delivery, result: str) -> None:
         """Record that a notice was sent, or that no more attempts are made. A notice that another gateway has sent stays sent."""
-        with self.transaction() as connection:
-            connection.execute(update(NOTICES).where(NOTICES.c.id == row.id, NOTICES.c.state != "sent").values(state=state, result=result))
+        self.run(update(NOTICES).where(NOTICES.c.id == row.id, NOTICES.c.state != "sent").values(state=state, result=result))
 
     def retry(self, row: Row, due: datetime, result: str) -> None:
         """Record that a claimed attempt has failed, and when the next one is due. ``row`` is from before the claim."""
         mine = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts + 1
-        with self.transaction() as connection:
-            connection.execute(update(NOTICES).where(*mine).values(due=due, result=result))
+        self.run(update(NOTICES).where(*mine).values(due=due, result=result))
 
     def recent(self, limit: int) -> list[Row]:
         """Return the last notices, the newest first."""
         query = select(*_COLUMNS).order_by(NOTICES.c.created.desc(), NOTICES.c.id).limit(limit)
-        with self.transaction() as connection:
-            return [_row(each) for each in connection.execute(query)]
+        return [_row(each) for each in self.rows(query)]
 
     def waiting(self) -> dict[str, Waiting]:
         """Return what was not sent yet, by rule."""
         query = select(NOTICES.c.rule, func.count(), func.min(NOTICES.c.created)).where(NOTICES.c.state == "waiting")
-        with self.transaction() as connection:
-            return {rule: Waiting(count, utc(oldest)) for rule, count, oldest in connection.execute(query.group_by(NOTICES.c.rule))}
+        return {rule: Waiting(count, utc(oldest)) for rule, count, oldest in self.rows(query.group_by(NOTICES.c.rule))}
 
     def prune(self, now: datetime) -> None:
         """Delete the rows of windows that ended long ago."""
-        with self.transaction() as connection:
-            connection.execute(delete(NOTICES).where(NOTICES.c.ends < now - _REMEMBERED))
+        self.run(delete(NOTICES).where(NOTICES.c.ends < now - _REMEMBERED))
 
 
 _COLUMNS = [NOTICES.c[name] for name in Row._fields]

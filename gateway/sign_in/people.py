@@ -156,9 +156,8 @@ class PeopleStore(Database):
 
     def revoked(self, now: float) -> tuple[str, ...]:
         """Return the IDs of the revoked sessions that would still be valid."""
-        with self.transaction() as connection:
-            found = select(SESSIONS.c.id).where(SESSIONS.c.expires > _time(now), SESSIONS.c.revoked.is_not(None))
-            return tuple(sorted(connection.execute(found).scalars()))
+        query = select(SESSIONS.c.id).where(SESSIONS.c.expires > _time(now), SESSIONS.c.revoked.is_not(None))
+        return tuple(sorted(row.id for row in self.rows(query)))
 
     def people(
         self, after: PersonId | None, limit: int, now: float, *, subject: str | None = None, team: str | None = None
@@ -174,8 +173,7 @@ class PeopleStore(Database):
         if team is not None:
             elements = _ELEMENTS[self._dialect](PEOPLE.c.teams).table_valued("value")
             query = query.where(select(elements.c.value).where(elements.c.value == team).exists())
-        with self.transaction() as connection:
-            return [_known(row) for row in connection.execute(query).mappings()]
+        return [_known(row) for row in self.rows(query)]
 
     def end_sessions(self, person: str, now: float) -> tuple[PersonId, list[EndedSession]] | None:
         """Revoke all sessions of the person with this ID, on both ports. Returns the person and the sessions; None without the person."""
@@ -189,22 +187,17 @@ class PeopleStore(Database):
         """Store a sign-in link under the digest of its token."""
         granted = {"role": link.role, "teams": list(link.teams), "owned_teams": list(link.owned_teams)}
         times = {"created": _time(now), "expires": _time(link.expires)}
-        with self.transaction() as connection:
-            row = {"digest": digest("link", token), "subject": link.subject, "created_by": link.created_by}
-            connection.execute(insert(SIGN_IN_LINKS).values(**row, **granted, **times))
+        row = {"digest": digest("link", token), "subject": link.subject, "created_by": link.created_by}
+        self.run(insert(SIGN_IN_LINKS).values(**row, **granted, **times))
 
     def link(self, token: str, now: float) -> SignInLink | None:
         """Return an unused sign-in link; None if it was used, has expired or does not exist."""
-        with self.transaction() as connection:
-            row = connection.execute(select(SIGN_IN_LINKS).where(*_unused(token, now))).mappings().first()
-        return None if row is None else _link(row)
+        return next(map(_link, self.rows(select(SIGN_IN_LINKS).where(*_unused(token, now)))), None)
 
     def use_link(self, token: str, now: float) -> SignInLink | None:
         """Use a sign-in link, once; None if it was used, has expired or does not exist."""
         used = update(SIGN_IN_LINKS).where(*_unused(token, now)).values(used=_time(now)).returning(*SIGN_IN_LINKS.c)
-        with self.transaction() as connection:
-            row = connection.execute(used).mappings().first()
-        return None if row is None else _link(row)
+        return next(map(_link, self.rows(used)), None)
 
     def prune(self, now: float) -> None:
         """Delete what has expired. People are retained."""
@@ -253,18 +246,17 @@ def _unused(token: str, now: float) -> tuple[ColumnElement[bool], ...]:
 
 
 def _link(row: Any) -> SignInLink:
-    expires = _seconds(row["expires"])
-    return SignInLink(row["subject"], _role(row), tuple(row["teams"]), tuple(row["owned_teams"]), row["created_by"], expires)
+    return SignInLink(row.subject, _role(row), tuple(row.teams), tuple(row.owned_teams), row.created_by, _seconds(row.expires))
 
 
 def _known(row: Any) -> KnownPerson:
-    identity, teams, owned = PersonId(row["issuer"], row["subject"]), tuple(row["teams"]), tuple(row["owned_teams"])
-    times = _seconds(row["created"]), _seconds(row["last_sign_in"])
-    return KnownPerson(row["id"], identity, row["name"], _role(row), teams, owned, *times, row["sessions"])
+    identity, teams, owned = PersonId(row.issuer, row.subject), tuple(row.teams), tuple(row.owned_teams)
+    times = _seconds(row.created), _seconds(row.last_sign_in)
+    return KnownPerson(row.id, identity, row.name, _role(row), teams, owned, *times, row.sessions)
 
 
 def _role(row: Any) -> Role | None:
-    return None if row["role"] is None else Role(row["role"])
+    return None if row.role is None else Role(row.role)
 
 
 def _seconds(moment: datetime) -> float:

@@ -255,8 +255,7 @@ class KeyDatabase(Database):
             query = query.where(_is_of(kind, teams))
         if made_by is not None:
             query = query.where(_is_made_by(made_by))
-        with self.transaction() as connection:
-            return [_row(table, each) for each in connection.execute(query)]
+        return [_row(table, each) for each in self.rows(query)]
 
     def search(self, kind: Kind, text: str, after: str, limit: int, teams: Collection[str] | None = None) -> SearchPage:
         """Return the first ``limit`` entries after ``after``, all or those of teams, that contain a text: in ID, name or team.

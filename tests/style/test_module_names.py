@@ -66,6 +66,7 @@ TESTED_BY = {
     "gateway/api/routes": "gateway/api/test_unserved",
     "gateway/api/vllm/validation": "gateway/api/vllm/test_errors",
     "gateway/auth/jwks": "gateway/auth/test_jwt",
+    "gateway/auth/provider_request": "gateway/monitoring/test_jwks_fetch",
     "gateway/check/launch_check": "gateway/check/test_preflight",
     "gateway/cli/admin_call": "gateway/cli/test_admin_commands",
     "gateway/cli/record_commands": "gateway/recording/test_gateway",

@@ -1,26 +1,22 @@
 """Requests to an identity provider: its metadata, its JWKS, and the exchange of a code.
 
-The rules: a response is bounded in time and size, and no redirect is followed. The last valid metadata and JWKS are used while the provider
-does not send others. An unknown key leads to a new request, but only every few seconds, because unauthenticated clients can cause it.
+The rules: the last valid metadata and JWKS are used while the provider does not send others. An unknown key leads to a new request, but
+only every few seconds, because unauthenticated clients can cause it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-import httpx2
+from typing import Generic, TypeVar
 
 from gateway.auth.jwks import KeySetError, VerificationKeys, verification_keys
+from gateway.auth.provider_request import request
 from gateway.sign_in.errors import SignInError, UnknownKeyError
 from gateway.sign_in.oidc.provider import Client, Metadata, id_token_of, metadata_url, parsed_metadata, token_request
 
-_TIMEOUT = 10.0  # seconds for a whole response
-_MAX_SIZE = 1 << 20  # bytes of a response
 _FRESH = 600.0  # seconds for which metadata and JWKS are used
 _MIN_INTERVAL = 5.0  # seconds between two requests for the same document
 _UNREACHABLE = "The identity provider does not respond. Try again later."
@@ -52,9 +48,8 @@ class ProviderClient:
 
     async def exchange(self, code: str, verifier: str, redirect_uri: str) -> str:
         """Exchange a code for an ID token. Raises SignInError."""
-        request = token_request(self.client, await self.metadata(), code, verifier, redirect_uri)
-        status, body = await self._send("POST", request.url, request.headers, request.body)
-        return id_token_of(status, body)
+        exchange = token_request(self.client, await self.metadata(), code, verifier, redirect_uri)
+        return id_token_of(*await self._send("POST", exchange.url, exchange.headers, exchange.body))
 
     async def verified(self, verify: Callable[[VerificationKeys], V]) -> V:
         """Return what ``verify`` returns for the provider's keys, which are requested again if it does not find a key.
@@ -78,7 +73,7 @@ class ProviderClient:
             return known.value
         known.requested = now
         try:
-            status, body = await self._send("GET", url, {"accept": "application/json"}, b"")
+            status, body = await self._send("GET", url, {"accept": "application/json"})
             if status != 200:
                 raise SignInError(_UNREACHABLE, detail=f"{url} responded with status {status}", status=502)
             known.value = parse(body)
@@ -96,21 +91,10 @@ class ProviderClient:
         except KeySetError as error:
             raise SignInError(_UNREACHABLE, detail=f"the JWKS {error}", status=502) from None
 
-    async def _send(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+    async def _send(self, method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> tuple[int, bytes]:
         """Send a request, and return the status and body of the response. Raises SignInError."""
-        trust: Any = True if self.client.ca is None else ssl.create_default_context(cafile=self.client.ca)
-        received = b""
         try:
-            async with (
-                asyncio.timeout(_TIMEOUT),
-                httpx2.AsyncClient(verify=trust, timeout=_TIMEOUT, follow_redirects=False) as sender,
-                sender.stream(method, url, headers=headers, content=body or None) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    received += part
-                    if len(received) > _MAX_SIZE:
-                        raise SignInError(_UNREACHABLE, detail=f"the response of {url} is larger than {_MAX_SIZE} bytes", status=502)
-                return response.status_code, received
-        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError, OSError, ValueError, ImportError) as error:
-            detail = f"{url}: {str(error) or type(error).__name__}"
-            raise SignInError(_UNREACHABLE, detail=detail, status=502) from error
+            response, received = await request(method, url, headers, body, self.client.ca)
+        except OSError as error:
+            raise SignInError(_UNREACHABLE, detail=f"{url}: {str(error) or type(error).__name__}", status=502) from error
+        return response.status_code, received
