@@ -9,7 +9,7 @@ socket identifies the client; here its role is checked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +37,7 @@ from gateway.admin import (
     raise_routes,
     sign_in_links,
 )
-from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, entry_of, json_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, configured, entry_of, json_response, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
@@ -241,12 +241,6 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def models(_: Request) -> Response:
         return json_response(status_view(await overview.status_with_logs()))
 
-    async def limits(request: Request) -> Response:
-        return json_response(await overview.limits(dict(request.query_params)))
-
-    async def keys(_: Request) -> Response:
-        return json_response(await overview.keys())
-
     async def queue(request: Request) -> Response:
         return json_response(queue_report(overview.series(), request.query_params.get("model")))
 
@@ -259,8 +253,8 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/readyz": readyz,
         "/status": status,
         "/admin/v1/models": models,
-        "/limits": limits,
-        "/keys": keys,
+        "/limits": _shown(lambda request: overview.limits(dict(request.query_params))),
+        "/keys": _shown(lambda _: overview.keys()),
         "/queue": queue,
         "/teams": teams,
         **_ledger_handlers(overview),
@@ -269,33 +263,34 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     }
 
 
+def _shown(read: Callable[[Request], Awaitable[object]]) -> Handler:
+    """Return a handler that shows what ``read`` returns. None: no ledger is configured."""
+
+    async def handle(request: Request) -> Response:
+        return json_response(configured(await read(request), NO_LEDGER))
+
+    return handle
+
+
 def _ledger_handlers(overview: Overview) -> dict[str, Handler]:
-    def shown(found: object) -> Response:
-        if found is None:
-            raise RefusedRequest(404, NO_LEDGER)
-        return json_response(found)
-
-    async def usage(request: Request) -> Response:
-        return shown(await overview.usage(dict(request.query_params)))
-
-    async def requests(request: Request) -> Response:
-        return shown(await overview.requests(dict(request.query_params)))
-
-    async def one_request(request: Request) -> Response:
+    async def one_request(request: Request) -> dict[str, Any] | None:
         identity = request.path_params["id"]
         found = await overview.request(identity)
         if found == {}:
             raise RefusedRequest(404, f"there is no request {identity} in the ledger")
-        return shown(found)
+        return found
 
-    return {"/usage": usage, "/admin/v1/requests": requests, "/admin/v1/requests/{id}": one_request}
+    return {
+        "/usage": _shown(lambda request: overview.usage(dict(request.query_params))),
+        month_routes.REQUESTS: _shown(lambda request: overview.requests(dict(request.query_params))),
+        f"{month_routes.REQUESTS}/{{id}}": _shown(one_request),
+    }
 
 
 def _record_handlers(overview: Overview, audited: AuditedHandlers) -> dict[str, Handler]:
     async def record(request: Request) -> Response:
         identity = request.path_params["id"]
-        if (found := await overview.record(identity)) is None:
-            raise RefusedRequest(404, "requests are not recorded; add `record` to the configuration")
+        found = configured(await overview.record(identity), "requests are not recorded; add `record` to the configuration")
         await audited.note(request, "record.view", identity, None, None)
         return json_response(found)
 

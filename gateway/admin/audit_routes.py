@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.audited import Handler, error_response, json_response
+from gateway.admin.audited import Handler, configured, error_response, json_response
 from gateway.audit.listing import Filter, instant
 from gateway.store.cursor import page_length, position_of
 
@@ -29,8 +29,7 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
     verifying = asyncio.Lock()
 
     async def listed(request: Request) -> Response:
-        if log is None:
-            return error_response(_NO_AUDIT, 404)
+        known = configured(log, _NO_AUDIT)
         from gateway.audit.pages import AuditQuery, audit_page, position
 
         sent = request.query_params
@@ -40,21 +39,20 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
         except ValueError as error:
             return error_response(str(error), 400)
         try:
-            page = await asyncio.to_thread(audit_page, log.where, query)
+            page = await asyncio.to_thread(audit_page, known.where, query)
         except OSError as error:
             return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
         return json_response(page)
 
     async def verification(_: Request) -> Response:
-        if log is None:
-            return error_response(_NO_AUDIT, 404)
+        known = configured(log, _NO_AUDIT)
         from gateway.audit.verification import TooLongError, verify_log
 
         if verifying.locked():
             return error_response("the log is being verified for another client; try again later", 503)
         async with verifying:
             try:
-                found = await asyncio.to_thread(verify_log, log.where, [log.key], seconds=seconds)
+                found = await asyncio.to_thread(verify_log, known.where, [known.key], seconds=seconds)
             except TooLongError as error:
                 text = f"the first {error.entries:,} entries are intact, and verifying the others takes too long here"
                 return error_response(f"{text}; run `vllm-gateway audit verify`", 503)

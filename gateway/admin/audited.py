@@ -115,6 +115,13 @@ class RefusedRequest(Exception):
         self.status = status
 
 
+def configured(part: T | None, text: str) -> T:
+    """Return a part of the gateway. Raises RefusedRequest with the text if it is not configured."""
+    if part is None:
+        raise RefusedRequest(404, text)
+    return part
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
     """Return JSON that is not stored. Unlike JSONResponse, it can have decimals with all of their digits."""
     return Response(msgspec.json.encode(content), status, {"cache-control": "no-store", **headers}, "application/json")

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Actor
 from gateway.access.permissions import MANAGE_TEAM, VIEW_TEAM, Permission, may_manage
-from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, error_response, json_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, configured, error_response, json_response, log_operation
 from gateway.admin.raise_routes import RaiseStorage
 from gateway.audit.entry import AuditUnavailableError
 from gateway.config.quantities import parse_duration
@@ -105,9 +105,7 @@ class _Entries:
 
     @property
     def _store(self) -> Store:
-        if self._configured is None:
-            raise RefusedRequest(404, _NO_STORE)
-        return self._configured
+        return configured(self._configured, _NO_STORE)
 
     async def _page(self, request: Request, team: str | None = None) -> tuple[list[Any], str | None]:
         """Return the rows of a page that the client may see, and the cursor of the next one."""

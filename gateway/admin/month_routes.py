@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, json_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, configured, json_response, log_operation
 
 if TYPE_CHECKING:
     from gateway.ledger.months.closing import ClosedMonth
@@ -41,9 +41,7 @@ def handlers(months: Callable[[], Months | None], audited: AuditedHandlers) -> d
     """Return the handlers by path. ``months`` returns None if no ledger is configured."""
 
     def running() -> Months:
-        if (known := months()) is None:
-            raise RefusedRequest(404, NO_LEDGER)
-        return known
+        return configured(months(), NO_LEDGER)
 
     async def listed(_: Request) -> Response:
         found = [{"month": month, "closed": closed.isoformat(), "hash": value} for month, closed, value in await running().months()]

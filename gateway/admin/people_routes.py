@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Requester
-from gateway.admin.audited import Handler, error_response, json_response, log_operation
+from gateway.admin.audited import Handler, configured, error_response, json_response, log_operation
 from gateway.key_management.key_list import instant_of
 from gateway.store.cursor import cursor_to, page_length, position_of
 
@@ -27,8 +27,7 @@ def handlers(sign_in: SignIn | None) -> dict[str, Mapping[str, Handler]]:
     """Return the handlers by path and method. ``sign_in``: None if it is not configured."""
 
     async def people(request: Request) -> Response:
-        if sign_in is None:
-            return error_response(_NO_SIGN_IN, 404)
+        known = configured(sign_in, _NO_SIGN_IN)
         from gateway.sign_in.people import person_at  # it loads SQLAlchemy, which a gateway with a sign-in has loaded
 
         query = request.query_params
@@ -38,16 +37,15 @@ def handlers(sign_in: SignIn | None) -> dict[str, Mapping[str, Handler]]:
             return error_response(str(error), 400)
         if "\0" in query.get("subject", ""):  # PostgreSQL text cannot contain it
             return error_response("no subject has a NUL", 400)
-        found = await sign_in.people(after, limit + 1, subject=query.get("subject"))
+        found = await known.people(after, limit + 1, subject=query.get("subject"))
         shown = [person_document(each) for each in found[:limit]]
         return json_response({"people": shown, "next_cursor": cursor_to(found[limit - 1].position) if len(found) > limit else None})
 
     async def end_sessions(request: Request) -> Response:
-        if sign_in is None:
-            return error_response(_NO_SIGN_IN, 404)
-        identity, requester = request.path_params["id"], _requester(request)
+        known, identity = configured(sign_in, _NO_SIGN_IN), request.path_params["id"]
+        requester: Requester = request.state.requester
         log_operation(f"end of the sessions of {identity}", request)
-        ended = await sign_in.end_sessions(identity, requester.actor, requester.origin)
+        ended = await known.end_sessions(identity, requester.actor, requester.origin)
         return error_response(f"there is no person {identity}", 404) if ended is None else JSONResponse({"ended": ended})
 
     return {PEOPLE: {"GET": people}, SESSIONS: {"DELETE": end_sessions}}
@@ -66,8 +64,3 @@ def person_document(person: KnownPerson) -> dict[str, Any]:
         "created": instant_of(person.created),
         "last_sign_in": instant_of(person.last_sign_in),
     }
-
-
-def _requester(request: Request) -> Requester:
-    requester: Requester = request.state.requester
-    return requester
