@@ -61,6 +61,4 @@ class Requester:
     origin: str
 
     def __str__(self) -> str:
-        if self.actor.kind == "socket":
-            return f"{self.actor.name} ({self.origin})"
-        return f"the {self.actor}, from {self.origin}"
+        return f"{self.actor.name} ({self.origin})" if self.actor.kind == "socket" else f"the {self.actor}, from {self.origin}"

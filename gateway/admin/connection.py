@@ -100,8 +100,7 @@ class AdminProtocol(HttpToolsProtocol):
 
     def check(self, now: float, clients: Clients) -> None:
         """Close the connection if its timeout has expired."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent:
+        if unsent := self.transport.get_write_buffer_size():
             wait, progress = Wait.READER, -unsent  # grows while the client reads
         else:
             wait, progress = Wait.NOTHING if self.is_busy or self.transport.is_closing() else self._reading, 0

@@ -53,9 +53,7 @@ def handlers(storage: RaiseStorage, audited: AuditedHandlers) -> dict[str, Mappi
 def _of_kind(kind: Kind, storage: RaiseStorage, audited: AuditedHandlers) -> Mapping[str, Handler]:
     async def show(request: Request) -> Response:
         holder = kind, request.path_params["id"]
-        if storage.allowance(holder) is None:
-            return _unknown(holder)
-        return _shown(storage.of(holder))
+        return _unknown(holder) if storage.allowance(holder) is None else _shown(storage.of(holder))
 
     async def add(request: Request) -> Response:
         holder = kind, request.path_params["id"]

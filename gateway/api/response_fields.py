@@ -113,8 +113,7 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
 
 def is_ordinary(document: Mapping[str, Any], dialect: Dialect) -> bool:
     """Return whether an event has a part of a text and nothing else that the gateway acts on, aside from running usage."""
-    kinds = _SHAPES[dialect].text_events
-    if kinds is not None:
+    if (kinds := _SHAPES[dialect].text_events) is not None:
         return document.get("type") in kinds and not {"error", "usage", "message", "response"} & document.keys()
     choices = document.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or "error" in document or "type" in document:

@@ -64,9 +64,7 @@ def row(line: Line) -> str:
 
 
 def _change(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
-    if before is None:
-        return _values(after)
-    return f"{_values(before)} -> {_values(after)}"
+    return _values(after) if before is None else f"{_values(before)} -> {_values(after)}"
 
 
 def _values(values: dict[str, Any] | None) -> str:

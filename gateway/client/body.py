@@ -140,8 +140,7 @@ class RequestBody(msgspec.Struct, eq=False):
         size = self.size = self.size + len(data)
         if size > self.allowance and not self._may_have(size):
             return
-        buffer = self._buffer
-        if not buffer:
+        if not (buffer := self._buffer):
             self._buffer = data
         elif type(buffer) is bytearray:
             buffer += data

@@ -67,10 +67,8 @@ def _hint(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
         return "; write it in quotes"
     if kind in ("int_type", "float_type") and isinstance(value, str):
         return _number_hint(value)
-    if kind == "model_type":
-        named = [name for name, field in _fields(path, model).items() if field.is_required()]
-        if named:
-            return f"; write {{{', '.join(f'{name}: …' for name in named)}}}"
+    if kind == "model_type" and (named := [name for name, field in _fields(path, model).items() if field.is_required()]):
+        return f"; write {{{', '.join(f'{name}: …' for name in named)}}}"
     if kind in ("model_type", "tuple_type", "dict_type"):
         field = _field_at(path, model)
         about = field.description if field is not None and field.description else ""

@@ -974,8 +974,7 @@ class Config(Section):
 
         It starts on demand, stops or sleeps when idle, shares a group, or shares a GPU with a model that starts on demand.
         """
-        launch = model.launch
-        if launch is None:
+        if (launch := model.launch) is None:
             return False
         if launch.start == "on_demand" or launch.idle_stop is not None or launch.idle_sleep is not None or launch.group is not None:
             return True

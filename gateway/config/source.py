@@ -106,8 +106,7 @@ def reason(error: Exception) -> str:
 
 def parse(text: str, file: str) -> Source:
     """Parse ``text`` into a ``Source`` with the name ``file``."""
-    unprintable = Reader.NON_PRINTABLE.search(text)
-    if unprintable:
+    if unprintable := Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, unprintable.start()) + 1
         return Source(file, problems=[Problem(file, line, "", f"the character {unprintable[0]!a} is not allowed in YAML")])
     parser = _Parser(Source(file))

@@ -183,8 +183,7 @@ class LiveOverview:
 
     async def changes(self) -> dict[str, Any]:
         """Return the changes of the last day, the newest first, or why they are unknown."""
-        audit = self._audit
-        if audit is None:
+        if (audit := self._audit) is None:
             return {"unknown": "no audit log is configured; add `audit` to the configuration"}
         since = datetime.now(UTC) - _DAY
         try:

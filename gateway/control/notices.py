@@ -57,8 +57,7 @@ class WatchedKeys:
 
     async def budgets(self, kinds: Collection[HolderKind]) -> AsyncIterator[Sequence[Holding]]:
         """Yield every holder with budgets in slices, end users only if they are one of these kinds."""
-        snapshot = self._control.workers.snapshot
-        if snapshot is None:
+        if (snapshot := self._control.workers.snapshot) is None:
             return
         await self._learn(snapshot)
         holders: dict[str, Allowance] = {}

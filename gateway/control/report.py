@@ -146,9 +146,7 @@ class GatewayReport:
 
     async def requests(self, query: Mapping[str, str]) -> dict[str, Any] | None:
         """Return a page of single requests, None without a ledger. Raises QueryError and DatabaseUnavailableError."""
-        if self._reader is None or self._ledger is None:
-            return None
-        return await self._reader.requests(query, self._ledger.rejections)
+        return None if self._reader is None or self._ledger is None else await self._reader.requests(query, self._ledger.rejections)
 
     async def request(self, identity: str) -> dict[str, Any] | None:
         """Return what happened to a request, empty for an unknown one, None without a ledger. Raises DatabaseUnavailableError."""
@@ -181,8 +179,7 @@ class GatewayReport:
 
     def _stored_keys(self, query: Mapping[str, str]) -> Iterator[Key]:
         """Yield the keys of the store that a query names: the key, or any key of the team, which has the team's limits."""
-        store = self._control.key_store
-        if store is not None:
+        if (store := self._control.key_store) is not None:
             named = (query.get("key"), store.key), (query.get("team"), store.key_of_team)
             yield from (key for name, find in named if name is not None and (key := find(name)) is not None)
 

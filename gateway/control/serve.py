@@ -204,8 +204,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
 async def _linger(control: Control, stop_requests: asyncio.Queue[int]) -> None:
     """Continue to serve while load balancers detect that the gateway is stopping. A second signal ends it."""
     control.announce_stop()
-    seconds = control.config.server.linger
-    if seconds:
+    if seconds := control.config.server.linger:
         control.announcer.lingering(seconds)
         await wait_at_most(seconds, stop_requests.get())
 

@@ -82,8 +82,7 @@ class StoredRaises:
         ``record`` gets them before they are stored. Raises its errors and those of ``work``, DatabaseUnavailableError, and OSError if the
         file cannot be written.
         """
-        store = self._control.key_store
-        if store is not None:
+        if (store := self._control.key_store) is not None:
             return await store.change(lambda service: service.change_raises(holder, work), record)
         async with self._changing:
             before = self._raises.of(holder)

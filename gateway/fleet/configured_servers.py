@@ -60,8 +60,7 @@ def launches(config: Config) -> tuple[LaunchSpec, ...]:
 
 def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
     """Return the replicas of one model. The tuple is empty for a model that the gateway does not launch."""
-    launch = model.launch
-    if launch is None:
+    if (launch := model.launch) is None:
         return ()
     return tuple(
         LaunchSpec(f"{model.id}#{number}", _settings(config, model, launch, number), launch.startup_timeout)

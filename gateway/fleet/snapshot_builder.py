@@ -155,8 +155,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
 
 def _mirror(config: Config, model: conf.Model) -> snapshot.Mirror | None:
     """Return the mirror of one worker, with its share of the copies in flight."""
-    mirror = model.mirror
-    if mirror is None:
+    if (mirror := model.mirror) is None:
         return None
     return snapshot.Mirror(config.model_ids[mirror.to], mirror.share, math.ceil(mirror.max_inflight / config.server.workers))
 

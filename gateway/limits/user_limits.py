@@ -153,8 +153,7 @@ def _identity(user: EndUser) -> tuple[str | bool | None, ...]:
 
 def _refusal(user: EndUser) -> Refusal:
     """Return the error for a request without an end user."""
-    header = user.key.user_header
-    if header is not None:
+    if (header := user.key.user_header) is not None:
         named = header.decode()
         return Refusal("missing_required_parameter", f"The header '{named}' must name the end user.", param=named)
     if user.is_of_body:

@@ -38,8 +38,7 @@ def discovered_models(config: Config) -> Iterator[tuple[conf.Model, conf.Discove
 
 
 def _filled(model: conf.Model, findings: Mapping[str, DiscoveryStatus]) -> conf.Model:
-    discover = model.discover
-    if discover is None:
+    if (discover := model.discover) is None:
         return model
     servers = tuple(
         conf.Server.model_construct(url=endpoint.url, model=discover.model, api_key=discover.api_key, weight=1)

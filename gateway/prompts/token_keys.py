@@ -47,8 +47,7 @@ def token_request(
 async def add_token_keys(prompt: Prompt, request: TokenRequest, model: CatalogEntry, tokenization: Tokenization) -> None:
     """Request the token IDs, and add their keys to the prompt. It stays as it is if they are not known in time."""
     caches, plan, body = request
-    ids = plan.token_ids
-    if ids is None:
+    if (ids := plan.token_ids) is None:
         server = model.pool.less_busy_of_two()
         ids = None if server is None else await tokenization.token_ids(server, body)
     if ids is not None:

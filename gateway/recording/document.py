@@ -74,9 +74,7 @@ def document(capture: Capture, record: RequestRecord, redactor: Redactor) -> byt
 
 def _sent(capture: Capture) -> bytes | None:
     """Return the body that the last server got; None if no server was tried."""
-    if capture.sent is None or capture.served_model is None:
-        return None
-    return capture.sent.encode(capture.served_model)
+    return None if capture.sent is None or capture.served_model is None else capture.sent.encode(capture.served_model)
 
 
 def body_pieces(written: Iterable[tuple[float, Any]]) -> Iterator[Piece]:
@@ -104,8 +102,7 @@ def body_pieces(written: Iterable[tuple[float, Any]]) -> Iterator[Piece]:
 def _redacted(pieces: list[Piece], capture: Capture, status: int, redactor: Redactor, removed: Removed) -> Iterator[Piece]:
     """Yield a response without the configured fields. Raises NotParsedError."""
     if not capture.is_event_stream:
-        body = b"".join(data for _, data in pieces)
-        if body:
+        if body := b"".join(data for _, data in pieces):
             yield pieces[-1][0], redactor.response(body, status, removed)
         return
     splitter = Splitter(sum(len(data) for _, data in pieces))

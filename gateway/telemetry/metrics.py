@@ -346,10 +346,8 @@ class WorkerMetrics:
         overheads = self._overhead
         overheads[bisect_left(_OVERHEAD, overhead)] += 1
         overheads[-1] += overhead
-        key = record.key
-        if key is not None:
-            usage = record.usage
-            if usage is None:
+        if (key := record.key) is not None:
+            if (usage := record.usage) is None:
                 self.cells("key_requests_total", key.entry or key.id, str(record.status))[0] += 1
             else:
                 try:

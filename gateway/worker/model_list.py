@@ -91,8 +91,7 @@ def _status(model: Model, reported: Health, now: float) -> Card:
 
 def _abilities(model: Model, task: str | None) -> Card:
     """Return the fields about the model's capabilities. Capabilities from the launch arguments apply to generating models only."""
-    capabilities = model.capabilities
-    if capabilities is None:
+    if (capabilities := model.capabilities) is None:
         capabilities = model.launched_with if task in _GENERATING else None
         modalities = None
     else:

@@ -194,8 +194,7 @@ def _adapter_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
 
     vLLM's defaults load one adapter at a time: requests for two adapters would alternate, each time reading an adapter from disk.
     """
-    adapters = settings.adapters
-    if not adapters:
+    if not (adapters := settings.adapters):
         return {}
     modules = [{"name": each.name, "path": each.path, "base_model_name": settings.served_names[0]} for each in adapters]
     flags: dict[str, ArgumentValue] = {"enable-lora": True, "lora-modules": modules}

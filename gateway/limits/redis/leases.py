@@ -107,8 +107,7 @@ class LeasedHolders:
 
     def admit(self, request: str, amounts: Amounts, now: float) -> Lease | None:
         """Admit a request from the lease. Returns the lease; None if the store has to decide."""
-        lease = self._lease
-        if lease is None:
+        if (lease := self._lease) is None:
             return None
         if now < lease.expires:
             if lease.admit(request, amounts):

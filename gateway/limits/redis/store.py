@@ -150,8 +150,7 @@ class RedisStore:
 
     def reserve_in_background(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], on_result: OnResult) -> None:
         """Reserve amounts from each holder for no request in particular. Nothing is reserved while the store is unavailable."""
-        line = self._open_connection
-        if line is None:
+        if (line := self._open_connection) is None:
             on_result(None, 0.0, 0.0)
             return
         pending = line.send(*self._admission(identity, wanted))
@@ -306,8 +305,7 @@ class RedisStore:
 
     def _renew_slots(self, line: StoreConnection, now: float) -> None:
         self._renewed = now
-        held = [(key, identity) for identity, keys in self._slot_leases.items() for key in keys]
-        if held:
+        if held := [(key, identity) for identity, keys in self._slot_leases.items() for key in keys]:
             arguments = [str(LEASE), repr(self._not_after()), *(identity for _, identity in held)]
             pending = line.send(*_command(self.scripts["renew"], [key for key, _ in held], arguments))
             pending.on_reply = lambda reply: self._slots_renewed(reply, pending.sent)
