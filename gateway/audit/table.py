@@ -90,11 +90,8 @@ class AuditTable(Database):
 
     def _page(self, last: tuple[str, int]) -> Sequence[Row[Any]]:
         """Return the next rows after one, none of a table that does not exist yet."""
-        if self._is_missing_file():
+        if self.engine.dialect.name == "sqlite" and not Path(str(self.engine.url.database)).exists():
             return ()
         query = select(AUDIT).where(tuple_(AUDIT.c.chain, AUDIT.c.seq) > last).order_by(AUDIT.c.chain, AUDIT.c.seq).limit(_BATCH)
         with available(), self.engine.connect() as connection:
             return connection.execute(query).all() if inspect(connection).has_table(AUDIT.name) else ()
-
-    def _is_missing_file(self) -> bool:
-        return self.engine.dialect.name == "sqlite" and not Path(str(self.engine.url.database)).exists()

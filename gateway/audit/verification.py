@@ -48,7 +48,6 @@ class Broken:
 class _Chain:
     key: bytes | None = None
     checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint("", 0, START))
-    macs: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

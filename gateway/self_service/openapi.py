@@ -43,11 +43,6 @@ class Route:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def is_change(self) -> bool:
-        """Whether it changes something: it must come from a page of this origin."""
-        return self.method != "GET"
-
-    @property
     def template(self) -> str:
         """The path in OpenAPI's form."""
         return re.sub(r":path\}", "}", self.path)

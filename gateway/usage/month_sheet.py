@@ -46,7 +46,8 @@ def _summed(lines: Sequence[str], cost_center: str) -> Iterator[SheetLine]:
     for text in lines:
         line = json.loads(text)
         group = (line["team"], line["labels"].get(cost_center), line["model"])
-        own = SheetLine(group, tuple(line[name] for name in COUNTS), _decimal(line["cost"]), line.get("late"))
+        cost = None if line["cost"] is None else Decimal(line["cost"])
+        own = SheetLine(group, tuple(line[name] for name in COUNTS), cost, line.get("late"))
         order = (own.arrived or "", *(part or "" for part in group), *("" if part is None else "named" for part in group))
         found[order] = own if order not in found else _sum(found[order], own)
     return (found[order] for order in sorted(found))
@@ -56,10 +57,6 @@ def _sum(one: SheetLine, other: SheetLine) -> SheetLine:
     costs = [cost for cost in (one.cost, other.cost) if cost is not None]
     counts = tuple(left + right for left, right in zip(one.counts, other.counts, strict=True))
     return SheetLine(one.group, counts, sum(costs, Decimal()) if costs else None, one.arrived)
-
-
-def _decimal(cost: str | None) -> Decimal | None:
-    return None if cost is None else Decimal(cost)
 
 
 def _total(lines: Sequence[SheetLine]) -> SheetLine | None:

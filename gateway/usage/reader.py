@@ -24,7 +24,7 @@ from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import UsageQuery, parse_query, run_query
 from gateway.usage.reconciliation_queries import Reconciliation, parse_reconciliation_query, run_reconciliation
 from gateway.usage.requests.explanation import explained
-from gateway.usage.requests.query import find_requests, parse_request_query
+from gateway.usage.requests.query import RequestPage, find_requests, parse_request_query
 
 _QUERY_TIMEOUT = 60.0
 _OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
@@ -48,14 +48,16 @@ class UsageReader:
 
     async def requests(self, parameters: Mapping[str, str], rejections: Iterable[RejectedRequest]) -> dict[str, Any]:
         """Return a page of single requests. Raises QueryError and DatabaseUnavailableError."""
-        query, known = parse_request_query(parameters, datetime.now(UTC)), tuple(rejections)
-        return (await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)).document()
+        return (await self._found(parameters, rejections)).document()
 
     async def request(self, identity: str, rejections: Iterable[RejectedRequest]) -> dict[str, Any] | None:
         """Return one request with what happened to it, None for an unknown one. Raises QueryError and DatabaseUnavailableError."""
-        query, known = parse_request_query({"id": identity}, datetime.now(UTC)), tuple(rejections)
-        found = (await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)).requests
+        found = (await self._found({"id": identity}, rejections)).requests
         return explained(found[0]) if found else None
+
+    async def _found(self, parameters: Mapping[str, str], rejections: Iterable[RejectedRequest]) -> RequestPage:
+        query, known = parse_request_query(parameters, datetime.now(UTC)), tuple(rejections)
+        return await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)
 
     async def months(self) -> list[tuple[str, datetime, str]]:
         """Return the closed months (see ``closed_months``). Raises DatabaseUnavailableError."""

@@ -135,7 +135,7 @@ class WorkerApp:
             return await self.page_requests.respond(request, self._client(request.scope))
         if active.snapshot.sessions is not None and (endpoint := self_service.endpoint_of(path)) is not None:
             request.state.endpoint = endpoint
-            if endpoint in self_service.FOR_KEYS and _has_key(request):
+            if endpoint in self_service.FOR_KEYS and ("authorization" in request.headers or "x-api-key" in request.headers):
                 _require_method(request, "GET")
                 return await self._pages[endpoint.replace(self_service.PREFIX, "/v1")](request)
             return await self.page_requests.respond(request, self._client(request.scope))
@@ -235,10 +235,6 @@ class WorkerApp:
         key = self._worker.active.keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key"), headers)
         request.state.key = key
         return key
-
-
-def _has_key(request: Request) -> bool:
-    return "authorization" in request.headers or "x-api-key" in request.headers
 
 
 def _raw_path(request: Request) -> str:

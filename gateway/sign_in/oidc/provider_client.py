@@ -44,7 +44,8 @@ class ProviderClient:
     async def metadata(self) -> Metadata:
         """Return the provider's metadata. Raises SignInError if it has never been valid."""
         async with self._lock:
-            return await self._current(self._metadata, _FRESH, metadata_url(self.client.issuer), self._parsed_metadata)
+            issuer = self.client.issuer
+            return await self._current(self._metadata, _FRESH, metadata_url(issuer), lambda document: parsed_metadata(document, issuer))
 
     async def exchange(self, code: str, verifier: str, redirect_uri: str) -> str:
         """Exchange a code for an ID token. Raises SignInError."""
@@ -81,9 +82,6 @@ class ProviderClient:
             if known.value is None:
                 raise
         return known.value
-
-    def _parsed_metadata(self, document: bytes) -> Metadata:
-        return parsed_metadata(document, self.client.issuer)
 
     def _parsed_keys(self, document: bytes) -> VerificationKeys:
         try:
