@@ -217,7 +217,7 @@ class Scanner:
     def _skips(self, block: bytes) -> bool:
         """Skip these bytes, which start outside of strings, unless the value ends in them. Returns whether they were skipped.
 
-        Strings and all characters but brackets are removed, and then most balanced pairs of brackets, from the inside.
+        First strings and all other characters than brackets are removed, then most pairs of brackets, the inner ones first.
         """
         escaped = False
         if b"\\" in block:

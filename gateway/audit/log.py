@@ -189,7 +189,7 @@ class AuditLog:
                 self._unreported -= count
 
     def _deliver(self) -> bool:
-        """Write waiting entries to the table. Returns whether none are left."""
+        """Write waiting entries to the table. Returns whether all of them are written."""
         if self._table is None:
             return True
         try:

@@ -154,7 +154,7 @@ class Journal:
         self._marks[_ROWS_RELEASED] += batch.rows
 
     def open_rows(self) -> list[bytes]:
-        """Return the rows of open requests; after a crash, those that died with the process."""
+        """Return the rows of open requests; after a crash, of the requests that ended with the process."""
         rows = []
         for offset in self._open_slots():
             slot = bytes(self._view[offset : offset + SLOT])

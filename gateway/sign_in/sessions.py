@@ -42,7 +42,7 @@ class Person:
 
     @property
     def identity(self) -> PersonId:
-        """The person without what the sign-in granted."""
+        """The issuer and the subject, without the role and the teams."""
         return PersonId(self.issuer, self.subject)
 
     @property

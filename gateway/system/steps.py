@@ -76,7 +76,7 @@ class Steps:
 
     @asynccontextmanager
     async def admit(self, size: int) -> AsyncIterator[Pace]:
-        """Wait until a body of ``size`` bytes may be processed. The collector is paused while its document exists."""
+        """Wait until a body of ``size`` bytes may be processed. The garbage collector is paused until the end of the block."""
         async with self._medium if size <= MEDIUM else self._large:
             with collector_paused():
                 yield Pace(self)
