@@ -174,9 +174,7 @@ def _last_lines(fd: int, size: int) -> list[bytes]:
     while True:
         start = max(size - length, 0)
         lines = os.pread(fd, size - start, start).splitlines()
-        if start == 0:
-            return lines[-2:]
-        if len(lines) > 2:  # the first one may be incomplete
+        if start == 0 or len(lines) > 2:  # the first one of three may be incomplete
             return lines[-2:]
         length *= 4
 
