@@ -58,47 +58,38 @@ class FolderStore:
         """Store a file."""
         target = self._folder / name
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(partial, target)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise _failed(error) from error
+        with _on_disk():
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                os.replace(partial, target)
+            except OSError:
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                raise
 
     def get(self, name: str) -> bytes | None:
         """Return a file; None if it does not exist."""
-        try:
+        with _on_disk(), suppress(FileNotFoundError):
             return (self._folder / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _failed(error) from error
+        return None
 
     def days(self) -> Iterator[date]:
         """Return the days that have records."""
-        try:
+        found: list[os.DirEntry[str]] = []
+        with _on_disk(), suppress(FileNotFoundError):
             found = list(os.scandir(self._folder))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise _failed(error) from error
         for entry in found:
             if entry.is_dir(follow_symlinks=False) and (day := day_of(entry.name)) is not None:
                 yield day
 
     def delete(self, day: date) -> None:
         """Delete the records of a day."""
-        try:
+        with _on_disk(), suppress(FileNotFoundError):
             shutil.rmtree(self._folder / day.isoformat())
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise _failed(error) from error
 
 
 class S3Store:
@@ -152,6 +143,15 @@ class S3Store:
 
 
 @contextmanager
+def _on_disk() -> Iterator[None]:
+    """Raise the failures of the file system as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename or 'the folder'}: {error.strerror or type(error).__name__}") from error
+
+
+@contextmanager
 def _reported() -> Iterator[None]:
     """Raise the failures of the library as StoreError. Its text may repeat the request, so only a code is taken from it."""
     from obstore.exceptions import BaseError
@@ -168,7 +168,3 @@ def open_store(settings: Recording) -> Store:
     if settings.credentials is None:
         return FolderStore(Path(settings.store))
     return S3Store(settings.store, *settings.credentials, settings.region)
-
-
-def _failed(error: OSError) -> StoreError:
-    return StoreError(f"{error.filename or 'the folder'}: {error.strerror or type(error).__name__}")
