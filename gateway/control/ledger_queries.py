@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import UsageReported, UsageRequested
-from gateway.system.tasks import cancel
+from gateway.system.tasks import cancel, start_task
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class KeyUsage:
         """Run the query of a message, and reply to its worker when it has finished."""
         if (refused := self._refused(message)) is not None:
             reply(refused)
-            return
-        task = asyncio.create_task(self._run(message, reply), name="key-usage")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        else:
+            start_task(self._run(message, reply), self._tasks, "key-usage")
 
     async def of_people(self, query: UsageQuery) -> dict[str, Any] | None:
         """Run a query of a person, in turn with those of keys; None without a ledger. Raises DatabaseUnavailableError."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Scope
 from gateway.api.errors import Refusal, internal_error, render
 from gateway.self_service.paths import PREFIX
 from gateway.snapshot.link import PageRequested, PageResponded
-from gateway.system.tasks import cancel
+from gateway.system.tasks import cancel, start_task
 
 _MAX_RUNNING = 64  # requests
 _BUSY = Refusal("overloaded", "Too many people are using the gateway's pages. Try again in a moment.")
@@ -35,10 +35,8 @@ class PageResponses:
         """Run a request, and reply to its worker when it has finished."""
         if self.application is None or len(self._tasks) >= _MAX_RUNNING:
             reply(_failed(message, _BUSY))
-            return
-        task = asyncio.create_task(self._run(self.application, message, reply), name="page")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        else:
+            start_task(self._run(self.application, message, reply), self._tasks, "page")
 
     async def _run(self, application: ASGIApp, message: PageRequested, reply: Reply) -> None:
         response = _failed(message, internal_error())

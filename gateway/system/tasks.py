@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,13 @@ async def background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         await cancel(task)
+
+
+def start_task(work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]], name: str) -> None:
+    """Run a coroutine in a task. It is in ``running`` until it ends, because the event loop does not retain its tasks."""
+    task = asyncio.create_task(work, name=name)
+    running.add(task)
+    task.add_done_callback(running.discard)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
