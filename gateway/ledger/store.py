@@ -114,12 +114,12 @@ class Database:
             yield connection
 
     def rows(self, query: Executable) -> Sequence[Any]:
-        """Return the rows of a query, in a transaction of its own. Raises DatabaseUnavailableError."""
+        """Return the rows of a query, in a separate transaction. Raises DatabaseUnavailableError."""
         with self.transaction() as connection:
             return connection.execute(query).all()
 
     def run(self, statement: Executable) -> int:
-        """Run a statement in a transaction of its own, and return the number of its rows. Raises DatabaseUnavailableError."""
+        """Run a statement in a separate transaction, and return the number of its rows. Raises DatabaseUnavailableError."""
         with self.transaction() as connection:
             return connection.execute(statement).rowcount
 

@@ -2,8 +2,8 @@
 
 The rule: a property is declared here once, as a field. These are derived from the field: the setting of a key in the configuration, its
 reference, the chart's schema, and the key in the snapshot. With an ``option``, the option of ``keys new`` and the column of ``keys list``
-are derived too. A worker may need a property in another form, such as an expiry in seconds, or under another name. Such a property is
-declared in ``config/models`` and in ``snapshot``, and ``fleet/snapshot_builder`` converts it.
+are derived too. If a worker needs a property in another form, such as an expiry in seconds, or under another name, the property is declared
+in ``config/models`` and in ``snapshot``, and ``fleet/snapshot_builder`` converts it.
 """
 
 from __future__ import annotations
