@@ -306,6 +306,15 @@ async def test_an_ejection_ends_at_its_time_and_the_pool_uses_the_server_again()
     assert {pool.choose() for _ in range(4)} == {first, second}
 
 
+async def test_a_server_with_only_reserved_slots_is_available_for_the_first_class() -> None:
+    server = Server(spec("s0"), UP)
+    server.limit = 2
+    server.reserve((1,))
+    assert server.available_for(1)
+    server.start_exchange(1)
+    assert (server.available, server.available_for(1)) == (True, False)
+
+
 async def test_only_a_server_that_comes_up_forgets_its_failures() -> None:
     clock = Clock()
     one = Server(spec("s0"), UP, clock=clock)
