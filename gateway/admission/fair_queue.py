@@ -5,11 +5,15 @@ service that it was charged, divided by its weight. At each level, the waiting f
 request with the earliest deadline, which without deadlines has waited longest. A request is charged an estimate when it is dispatched. The
 estimate is corrected while it runs and when it ends. The service that its flow gets without waiting is charged too.
 
+With a deficit Q, a flow may be deferred for the sake of the servers' prefix caches: at each level, every waiting flow whose tag is at most Q
+above the smallest may be next (``candidates``), and the caller chooses. This is D2LPM, deficit longest prefix match (Cao et al., 2025), by
+tags instead of counters.
+
 The rules:
 
 - A flow keeps its debt, a tag above those of others, until it has been idle for ``MEMORY`` seconds.
 - A flow that was idle gets no credit: its tag is raised to the virtual time of its parent. That is the tag of the last flow that was
-  served, without estimates: an estimate that was too high must not hold up a later flow.
+  served, or that was deferred for it, without estimates: an estimate that was too high must not hold up a later flow.
 - A pause of at most ``PAUSE`` seconds costs a flow nothing: its tag is not raised for the service that it missed.
 - A request that did not run is charged nothing.
 - A flow at the top whose tier may not be served now is passed over, and catches up later.
@@ -18,9 +22,9 @@ The rules:
 
 The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
 largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
-d <= max(d0, (L_f + D_f) / w_f + D_g / w_g), however long this lasts. So the service of the two, divided by their weights, differs by a
-constant. With exact estimates, D is 0. This is the form of the bound in VTC (Sheng et al., OSDI 2024); the algorithm is that of Goyal, Vin
-and Cheng (1996) in a tree (Bennett and Zhang, 1997).
+d <= max(d0, Q + (L_f + D_f) / w_f + D_g / w_g), however long this lasts. So the service of the two, divided by their weights, differs by a
+constant. With exact estimates, D is 0, and without a deficit, Q is 0. This is the form of the bound in VTC (Sheng et al., OSDI 2024), and
+the deficit; the algorithm is that of Goyal, Vin and Cheng (1996) in a tree (Bennett and Zhang, 1997).
 
 Pure: the clock is given, no I/O. Times are in seconds. The cost of a dispatch grows with the logarithm of the number of waiting flows.
 """
@@ -28,7 +32,7 @@ Pure: the clock is given, no I/O. Times are in seconds. The cost of a dispatch g
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
@@ -38,6 +42,8 @@ PAUSE = 1.0
 """Seconds without a waiting request after which a flow gets no credit for the service that it missed."""
 MEMORY = 60.0
 """Seconds without a request after which the debt of a flow is forgotten."""
+CANDIDATES = 8
+"""The leaves from which a caller may choose."""
 _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besides as many as are up to date
 
 
@@ -61,8 +67,8 @@ class Flow(Generic[T]):
     """One node of the tree. Only a leaf has requests, each with the time since which it has waited."""
 
     __slots__ = (
-        "_by_deadline", "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "backlog", "booked", "children",
-        "in_flight", "name", "now", "parent", "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
+        "_by_deadline", "_entries", "_entry", "_heap", "_older", "_past", "_queued_tag", "_rotated_at", "active_at", "backlog", "booked",
+        "children", "in_flight", "name", "now", "parent", "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
@@ -88,6 +94,7 @@ class Flow(Generic[T]):
         self.now = 0.0
         """The virtual time of its children: the largest tag at which a child was served."""
         self._entry = 0  # the number of its valid entry in the heap of its parent
+        self._queued_tag = 0.0  # the tag of that entry: at most its own
         self._entries = 0  # the number of entries that its own heap has had
         self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
         self._by_deadline: list[tuple[float, int, T]] = []  # a heap of its requests if any has a deadline, and of removed ones
@@ -106,11 +113,37 @@ class Flow(Generic[T]):
         """
         heap = self._heap
         while heap:
-            _, _, entry, child = heap[0]
-            if entry == child._entry and child.waiting:
+            _, tag, entry, child = heap[0]
+            if entry != child._entry or not child.waiting:
+                heappop(heap)
+            elif tag < child.tag:
+                heapreplace(heap, child._new_entry(self))
+            else:
                 return child if child.tier <= tier else self._next_up_to(tier)
-            heappop(heap)
         return None
+
+    def near(self, deficit: float, most: int) -> list[Flow[T]]:
+        """Return the waiting child that is next, and at most as many as ``most`` in all of its rank whose tags are within a deficit.
+
+        They are found among the first entries of the heap, which are some of the smallest, so the cost does not grow with the children.
+        """
+        if (least := self.next_child()) is None:
+            return []
+        if most == 1:
+            return [least]
+        limit, rank, first = least.tag + deficit, least.rank, self._heap[:most]
+        found = [
+            child for _, _, entry, child in first if child.tag <= limit and entry == child._entry and child.waiting and child.rank == rank
+        ]
+        if 2 * len(found) < len(first):  # of those whose tags are larger now, or that do not wait, none is left at the front
+            self._rebuild()
+        return found
+
+    def _rebuild(self) -> None:
+        """Remove the entries of the heap that are out of date, and correct the others."""
+        valid = (entry for entry in self._heap if entry[2] == entry[3]._entry and entry[3].waiting)
+        self._heap = [entry if entry[1] == entry[3].tag else entry[3]._new_entry(self) for entry in valid]
+        heapify(self._heap)
 
     def _next_up_to(self, tier: float) -> Flow[T] | None:
         """Return what ``next_child`` does, without the heap: only classes have tiers, and they are few."""
@@ -134,16 +167,21 @@ class Flow(Generic[T]):
         self.tag = max(self.tag, earlier if now - self.active_at <= PAUSE else parent.now)
 
     def queue(self) -> None:
-        """Enter the heap of the parent under the current tag. An earlier entry is out of date."""
+        """Enter the heap of the parent under the current tag. An earlier entry is out of date.
+
+        A tag that grows later needs no new entry: the entry is corrected when it is the first.
+        """
         parent = self.parent
         assert parent is not None
+        heappush(parent._heap, self._new_entry(parent))
+        if len(parent._heap) > 2 * len(parent.children) + _SPARE:
+            parent._rebuild()
+
+    def _new_entry(self, parent: Flow[T]) -> tuple[int, float, int, Flow[T]]:
+        """Return the entry for the heap of the parent. An earlier one is out of date."""
         parent._entries += 1
-        self._entry = parent._entries
-        heap = parent._heap
-        heappush(heap, (self.rank, self.tag, self._entry, self))
-        if len(heap) > 2 * len(parent.children) + _SPARE:
-            heap[:] = [each for each in heap if each[2] == each[3]._entry and each[3].waiting]
-            heapify(heap)
+        self._entry, self._queued_tag = parent._entries, self.tag
+        return self.rank, self.tag, self._entry, self
 
     def order_by_deadline(self, item: T, deadline: float, longest_wait: float) -> None:
         """Order the requests of a leaf by deadline. The earlier ones without a deadline have it after ``longest_wait`` seconds."""
@@ -264,12 +302,30 @@ class FairQueue(Generic[T]):
             node = parent
         node.waiting += 1
 
-    def pop(self, now: float, tier: float = inf) -> tuple[T, Flow[T]]:
-        """Remove and return the next request up to a tier, which is dispatched, and its leaf. Raises ValueError without such a request."""
-        item, leaf = self.next(tier)
+    def candidates(self, deficit: float, tier: float = inf, *, below_top: bool = False) -> list[Flow[T]]:
+        """Return the leaves whose first request may be dispatched, at most ``CANDIDATES``. The first is that of ``next``.
+
+        ``below_top``: the flows at the top are not deferred for each other.
+        """
+        top = self._root.next_child(tier) if below_top else self._root
+        found = [] if top is None else [top]
+        while any(not node.requests and node.waiting for node in found):
+            most = max(CANDIDATES // len(found), 1)
+            found = [each for node in found for each in ((node,) if node.requests else node.near(deficit, most))]
+        return found
+
+    def pop(self, now: float, tier: float = inf, preferred: Flow[T] | None = None) -> tuple[T, Flow[T]]:
+        """Remove and return the next request up to a tier, which is dispatched, and its leaf. Raises ValueError without such a request.
+
+        ``preferred``: one of the ``candidates``, of which it is the next one.
+        """
+        item, leaf = self.next(tier) if preferred is None else (preferred.first, preferred)
         node = leaf
         while (parent := node.parent) is not None:
-            parent.now = max(parent.now, node.settled)
+            reached = node.settled
+            if preferred is not None and (least := parent.next_child(node.tier)) is not None:
+                reached = min(reached, least.settled)
+            parent.now = max(parent.now, reached)
             node = parent
         self.remove(item, leaf, now)
         leaf.in_flight += 1
@@ -316,7 +372,7 @@ class FairQueue(Generic[T]):
             node.tag += service / node.weight
             node.pending += pending
             node.active_at = now
-            if node.waiting:
+            if node.waiting and node.tag < node._queued_tag:
                 node.queue()
             node = parent
 
