@@ -42,7 +42,7 @@ PAUSE = 1.0
 """Seconds without a waiting request after which a flow gets no credit for the service that it missed."""
 MEMORY = 60.0
 """Seconds without a request after which the debt of a flow is forgotten."""
-CANDIDATES = 8
+CANDIDATES = 16
 """The leaves from which a caller may choose."""
 _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besides as many as are up to date
 
@@ -129,7 +129,7 @@ class Flow(Generic[T]):
         """
         if (least := self.next_child()) is None:
             return []
-        if most == 1:
+        if most <= 1:
             return [least]
         limit, rank, first = least.tag + deficit, least.rank, self._heap[:most]
         found = [
@@ -308,10 +308,16 @@ class FairQueue(Generic[T]):
         ``below_top``: the flows at the top are not deferred for each other.
         """
         top = self._root.next_child(tier) if below_top else self._root
-        found = [] if top is None else [top]
-        while any(not node.requests and node.waiting for node in found):
-            most = max(CANDIDATES // len(found), 1)
-            found = [each for node in found for each in ((node,) if node.requests else node.near(deficit, most))]
+        found, has_parents = [] if top is None else [top], True
+        while has_parents:
+            nodes, found, has_parents = found, [], False
+            most = CANDIDATES // max(len(nodes), 1)
+            for node in nodes:
+                if node.requests:
+                    found.append(node)
+                elif node.waiting:
+                    has_parents = True
+                    found += node.near(deficit, most)
         return found
 
     def pop(self, now: float, tier: float = inf, preferred: Flow[T] | None = None) -> tuple[T, Flow[T]]:

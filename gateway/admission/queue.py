@@ -7,6 +7,10 @@ is charged an estimate of its service until ``finish``, which each of them reach
 for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its model counts as requested.
 Requests with a deadline are admitted by ``deadlines``, and are refused when it has passed. While the model is loading, it has no effect.
 
+With a deficit, and a policy that knows the servers' caches, the next request is the one with the most cached tokens on the server that has
+become free, among those that the fair queue may serve. This changes the order within a class only, and never leaves a slot empty. A request
+is deferred for at most ``DEFERRAL`` of the time that it may wait.
+
 Times are in seconds of the monotonic clock, which all processes share.
 """
 
@@ -29,6 +33,7 @@ from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key, Model, Queue, Slo
 from gateway.telemetry.shared_counters import SharedCells
+from upstream.balancing.cost_model import Prompt
 from upstream.balancing.policies.least_busy import LeastBusy
 from upstream.balancing.pool import Pool
 from upstream.http.deadlines import Deadlines
@@ -37,6 +42,8 @@ from upstream.http.inline_task import Signal
 ReportDemand = Callable[[str, float | None], None]
 """Reports to control the time since which a model is requested; None if it is no longer requested."""
 
+DEFERRAL = 0.25
+"""The part of ``queue.wait``, or of the time until its deadline, for which a request may be deferred."""
 NO_QUEUE = Queue(size=0, wait=0.0)
 _IN_FLIGHT = "queue_service_in_flight"
 _FLOW_METRICS = ("queue_waiting_requests", "queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
@@ -53,6 +60,7 @@ class QueuedRequest:
     ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
     ``lowered_to``: the class that its client wants, which counts if it is after that of the key. ``arrived``: the start of the time to its
     first token, for which ``ttft`` is the client's own objective. ``returns``: whether its client will retry after a refusal.
+    ``prompt``: the blocks of its prompt, if the policy of its servers requires them.
     """
 
     key: Key
@@ -64,6 +72,7 @@ class QueuedRequest:
     arrived: float = 0.0
     ttft: float | None = None
     returns: bool = True
+    prompt: Prompt | None = None
 
 
 class QueueMetrics(Protocol):
@@ -192,6 +201,7 @@ class ModelQueue:
         """None until the first request with a deadline."""
         self._weights = ServiceWeights()
         self._pool = Pool((), LeastBusy(()))
+        self._deficit = 0.0
         self._closing = False
         self._model = model
         self._metrics = metrics
@@ -221,6 +231,7 @@ class ModelQueue:
         """Replace the servers, the bounds and the objectives. Waiting requests stay."""
         self._pool, self.bounds, self._slo = pool, queue, slo
         self._waiting.longest_wait = queue.wait
+        self._deficit = queue.deficit if pool.knows_caches else 0.0
         self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
         for key, use in self._uses.items():
             use.own.use(self._token_cells(key))
@@ -313,18 +324,35 @@ class ModelQueue:
                 if not self._waiting.waits_up_to(tier := self._pool.open_tier()):
                     break
                 now = monotonic()
-                if self._plan is not None and (late := self._waiting.next(tier)[0]).latest < now:
-                    self.refuse(late, self.refusal(late, "late"))
-                    continue
+                preferred = self._with_most_cached(now, tier) if self._deficit else None
+                if self._plan is not None:
+                    late = self._waiting.next(tier)[0] if preferred is None else preferred.first
+                    if late.latest < now:
+                        self.refuse(late, self.refusal(late, "late"))
+                        continue
                 self._rate.record_dispatch(now)
-                self._dispatch_next(now, tier)
+                self._dispatch_next(now, tier, preferred)
         finally:
             self._dispatching = False
         self._publish()
 
-    def _dispatch_next(self, now: float, tier: float) -> None:
-        """Resume the next request up to a tier, and charge what it will probably use."""
-        slot, _ = self._waiting.pop(now, tier)
+    def _with_most_cached(self, now: float, tier: float) -> Flow[QueueSlot]:
+        """Return the leaf within the deficit whose first request has the most tokens cached where a slot is free."""
+        leaves = self._waiting.candidates(self._deficit, tier, below_top=self.shares.has_classes)
+        least = leaves[0]
+        if len(leaves) == 1 or now > (slot := least.first).deferred_until:
+            return least
+        of_class = least.top.tier
+        cached = [self._pool.cached_tokens(leaf.first.request.prompt, of_class) for leaf in leaves]
+        best = leaves[cached.index(max(cached))]
+        if best is not least and slot.deferred_until == math.inf:
+            slot.deferred_until = now + DEFERRAL * min(self.bounds.wait, slot.latest - now)
+            self._metrics.cells("queue_deferred_total", *slot.key_flow.labels)[0] += 1
+        return best
+
+    def _dispatch_next(self, now: float, tier: float, preferred: Flow[QueueSlot] | None) -> None:
+        """Resume the next request up to a tier, or that of a preferred leaf, and charge what it will probably use."""
+        slot, _ = self._waiting.pop(now, tier, preferred)
         if self._plan is not None:
             self._expect(slot, -1.0, now)
             self._plan.rate.record_dispatch(slot.expected, now)
@@ -547,11 +575,12 @@ class QueueSlot:
 
     ``reason``: why it waits. ``output``: returns the tokens of its output so far. ``deadline``: the time by which its first token is due.
     ``latest``: the time by which it must be dispatched for that. ``slack``: the wait that this allows. ``expected``: its probable service.
+    ``deferred_until``: the time until which requests of other flows may precede it for their cached tokens, since it first happened.
     """
 
     __slots__ = (
-        "_queue", "_refusal", "_signal", "charged", "deadline", "dispatched_at", "estimate", "expected", "has_booking", "key_flow",
-        "latest", "leaf", "output", "queued_at", "reason", "request", "slack", "waits",
+        "_queue", "_refusal", "_signal", "charged", "deadline", "deferred_until", "dispatched_at", "estimate", "expected", "has_booking",
+        "key_flow", "latest", "leaf", "output", "queued_at", "reason", "request", "slack", "waits",
     )  # fmt: skip
 
     leaf: Flow[QueueSlot]
@@ -564,7 +593,7 @@ class QueueSlot:
         self.charged = 0.0
         self.estimate = NO_TOKENS
         self.queued_at = self.dispatched_at = 0.0
-        self.deadline = self.latest = math.inf
+        self.deadline = self.latest = self.deferred_until = math.inf
         self.slack = self.expected = 0.0
         self.output: Callable[[], int] | None = None
         self._queue = queue

@@ -35,7 +35,7 @@ class QueueShares:
         """
         has_default = any(each.name == DEFAULT_CLASS for each in classes)
         self.classes = {each.name: each for each in (*classes, *(() if has_default else (QueueClass(DEFAULT_CLASS),)))}
-        self._uses_classes = bool(classes)
+        self.has_classes = bool(classes)
         self._order = list(self.classes)
         strict = [each.name for each in self.classes.values() if each.strict]
         self.ranks = {name: strict.index(name) if name in strict else len(strict) for name in self.classes}
@@ -54,7 +54,7 @@ class QueueShares:
         """Return the flows of a request. ``aged``: classes whose requests have waited so long that they count as strict."""
         name, owner = self.class_of(key, lowered_to), key.entry or key.id
         path: list[Share] = []
-        if self._uses_classes:
+        if self.has_classes:
             path.append(self.class_share(name, aged))
         if key.team is not None:
             path.append(Share(f"team {key.team}", self._teams.get(key.team, key.team_weight)))

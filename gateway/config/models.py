@@ -282,6 +282,7 @@ class Timeouts(Section):
     total: Duration = quantity("for the whole request", "1h")
 
 
+_Deficit = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 _Weight = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 
 
@@ -292,6 +293,10 @@ class Queue(Section):
     wait: Duration = quantity("maximum time in the queue", "30s")
     prompt_weight: _Weight = setting("service of a prompt token that was not cached; shares of the queue are measured in service", 1.0)
     completion_weight: _Weight = setting("service of an output token", 4.0)
+    deficit: _Deficit = setting(
+        "with `balance: cost`: service, by weight, by which a team or key may be deferred for requests with more cached tokens; 0: never",
+        10_000.0,
+    )
 
 
 class Slo(Section):

@@ -268,6 +268,7 @@ def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key
         arrived=request.received_at + context.waited,
         ttft=ttft_of(headers.get(_TTFT, b"")),
         returns=fallbacks is None or not fallbacks.candidates,
+        prompt=upstream.facts.prompt,
     )
 
 

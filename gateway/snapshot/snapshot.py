@@ -185,13 +185,15 @@ class Issuer:
 class Queue:
     """How many requests may wait in one worker for a model that is down or at capacity, and how many seconds each may wait.
 
-    Shares are measured in service: the weights of an uncached token of a prompt, and of a token of an output.
+    Shares are measured in service: the weights of an uncached token of a prompt, and of a token of an output. ``deficit``: the service by
+    which a flow of weight 1 may be deferred, so that servers find more prompts cached.
     """
 
     size: int
     wait: float
     prompt_weight: float = 1.0
     completion_weight: float = 4.0
+    deficit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Measures how fair the gateway's queue is: the service of each flow of requests beside the others, and what fairness costs.
 
 ``python -m tests.benchmarks.fairness [SCENARIO …]`` prints one table and writes nothing. ``queue`` is the scenario of the queue alone, and
-``interactive`` (interactive.py) and ``goodput`` (goodput.py) run if they are named. The rules: one gateway in front of one simulator with
+``interactive`` (interactive.py), ``goodput`` (goodput.py) and ``locality`` (locality.py) run if they are named. The rules: one gateway in front of one simulator with
 four slots; each client sends its next request after a response; everything is read from the ledger. In each scenario the same clients send
 with one key, too, so that requests are served in the order of arrival.
 """
@@ -27,7 +27,8 @@ import httpx2
 
 from gateway.admission.fair_queue import FairQueue, Share
 from gateway.auth.keys import hash_of
-from tests.benchmarks import goodput
+from tests.benchmarks import goodput, locality
+from tests.benchmarks.locality import DEFICIT
 from tests.benchmarks.interactive import print_interactive
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.support.process import SIMULATOR, configuration, gateway, wait_for
@@ -120,8 +121,8 @@ class Service:
 def main() -> int:
     """Run the scenarios and print the table. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fairness", description=__doc__)
-    others = ["interactive", "goodput"]
-    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", *others, []], help="default: all but the last two")
+    others = ["interactive", "goodput", "locality"]
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", *others, []], help="default: all but the last three")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of the two runs of a scenario")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompt-weight", type=float, default=1.0, help="of a prompt token that was not cached")
@@ -135,7 +136,12 @@ def main() -> int:
         if "interactive" in names:
             print_interactive(Path(folder), options.seconds)
     if "queue" in names:
-        print(f"queue: {queue_cost(ITEMS, FLOWS) * 1e6:.1f} µs for each request, with {ITEMS:,} items in {FLOWS:,} flows")
+        costs = " and ".join(f"{queue_cost(ITEMS, FLOWS, deficit) * 1e6:.1f} µs with a deficit of {deficit:g}" for deficit in (0.0, DEFICIT))
+        print(f"queue, {ITEMS:,} items in {FLOWS:,} flows: for each request {costs}")
+    if "locality" in names:
+        _print_header(locality.COLUMNS, 2)
+        for row in locality.rows(options.seed):
+            print(f"| {' | '.join(row)} |", flush=True)
     if "goodput" in names:
         with tempfile.TemporaryDirectory() as folder:
             _print_header(goodput.COLUMNS, 1)
@@ -299,10 +305,10 @@ def _service(rows: Sequence[tuple[Any, ...]], options: Options) -> Service:
 # The queue alone
 
 
-def queue_cost(items: int, flows: int) -> float:
+def queue_cost(items: int, flows: int, deficit: float = 0.0) -> float:
     """Return the seconds that a request spends in the queue's own code, while so many others wait in so many keys of 100 teams.
 
-    It is put into the queue, dispatched, charged, and settled.
+    It is put into the queue, dispatched, charged, and settled. With a deficit, any of the candidates is dispatched.
     """
     queue = FairQueue[int]()
     for number in range(items):
@@ -312,7 +318,8 @@ def queue_cost(items: int, flows: int) -> float:
     began = time.perf_counter()
     for number, flow, service in added:
         _put(queue, number, flow)
-        _, leaf = queue.pop(0.0)
+        preferred = draw.choice(queue.candidates(deficit)) if deficit else None
+        _, leaf = queue.pop(0.0, preferred=preferred)
         queue.charge(leaf, service, 0.0)
         queue.settle(leaf, service, 50.0, 0.0)
     return (time.perf_counter() - began) / OPERATIONS

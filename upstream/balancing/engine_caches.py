@@ -67,6 +67,11 @@ class EngineCaches:
         matched = {size: self._index.matched(of_size) for size, of_size in keys.items()}
         return {name: matched[size].get(name, 0) * size for name, size in self._block_sizes.items() if size in matched}
 
+    def cached_on(self, name: str, keys: Mapping[int, Sequence[int]]) -> int | None:
+        """Return the cached tokens of a prompt on one server; None if they are unknown."""
+        size = self._block_sizes.get(name, 0)
+        return self._index.depth(name, keys[size]) * size if size in keys else None
+
     def verify(self, expected: int, reported: int) -> None:
         """Compare the number of a prompt's token IDs with the number of prompt tokens that the server reports for it."""
         self._wrong = 0 if expected == reported else self._wrong + 1

@@ -13,11 +13,15 @@ from contextlib import closing
 from time import monotonic
 from typing import Protocol
 
+from upstream.balancing.cost_model import Prompt
 from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
 from upstream.balancing.ranking import BoundedRanking, CandidateList, Ranking
 from upstream.balancing.retry_budget import RetryBudget
 from upstream.balancing.server import Condition, Progress, Server, ServerSpec
 from upstream.http.write_batching import WriteBatch
+
+
+_COMPARED = 4  # servers with a free slot whose caches are compared: while requests wait, there is seldom more than one
 
 
 class NoServerError(Exception):
@@ -53,6 +57,8 @@ class Pool:
         self._rankings = self._of_tiers if self._ranking is None else (*self._of_tiers, self._ranking)
         for server in self.servers:
             server.rankings.extend(self._rankings)
+        self.knows_caches = policy.knows_caches and len(servers) > 1
+        """Whether ``cached_tokens`` tells requests apart."""
         self._choices = 0
         self._retry_budget = RetryBudget()
 
@@ -93,6 +99,13 @@ class Pool:
 
     def _ranking_of(self, tier: int) -> Ranking[Server] | None:
         return self._ranking if not tier or not self._of_tiers else self._of_tiers[min(tier, self.tiers) - 1]
+
+    def cached_tokens(self, prompt: Prompt | None, tier: int) -> float:
+        """Return the most tokens of a prompt that a server with a free slot for this tier has cached. Of many such servers, some count."""
+        ranking = self._ranking_of(tier)
+        if prompt is None or ranking is None:
+            return 0.0
+        return max((self._policy.cached_tokens(server, prompt) for server in ranking.members[:_COMPARED]), default=0.0)
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever a server with a concurrency limit has capacity. Requests never wait for the other servers."""

@@ -7,6 +7,7 @@ those at its start, as in vLLM. All servers together have at most ``limit`` bloc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -98,6 +99,11 @@ class PrefixIndex:
         for depth, mask in self._levels(keys):
             found.update(dict.fromkeys(self._names.get(mask) or self._names_of(mask), depth))
         return found
+
+    def depth(self, name: str, keys: Sequence[int]) -> int:
+        """Return how many blocks from the start of a prompt one server has, by a few of them: it has the start for longest."""
+        server = self._servers.get(name)
+        return 0 if server is None else bisect_left(keys, True, key=lambda key: key not in server.blocks)
 
     def _names_of(self, mask: int) -> tuple[str, ...]:
         """Return the names of the servers of a mask, and store them: the same masks occur again and again."""

@@ -54,8 +54,12 @@ class EventClock:
     def run(self) -> None:
         """Let everything happen."""
         while self._events:
-            self.now, _, callback = heapq.heappop(self._events)
-            callback(self.now)
+            self.step()
+
+    def step(self) -> None:
+        """Let the next event happen."""
+        self.now, _, callback = heapq.heappop(self._events)
+        callback(self.now)
 
 
 class Reports(Protocol):

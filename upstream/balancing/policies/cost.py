@@ -147,6 +147,7 @@ class Cost(Policy[C]):
     requires = frozenset({"prompt"})
     settings = CostSettings
     uses_idle_pool_evenly = True
+    knows_caches = True
 
     def __init__(self, servers: Sequence[C], settings: CostSettings | None = None, model: CostModel | None = None) -> None:
         super().__init__(servers, settings)
@@ -191,6 +192,15 @@ class Cost(Policy[C]):
         placement.assumed = expected if best is home else 0.0
         placement.candidates = tuple(explained[1:])
         return best
+
+    def cached_tokens(self, server: C, prompt: Prompt) -> float:
+        """Return what ``_Terms.cached`` does, for one server, and without reading the whole prompt."""
+        model = self.model
+        indexed = model.index.depth(server.name, prompt.keys) * BLOCK_BYTES / model.bytes_per_token
+        reported = model.engines.cached_on(server.name, prompt.token_keys) if prompt.token_keys else None
+        if reported is None:
+            return indexed
+        return max(indexed, reported) if server.name in model.engines.incomplete else reported
 
     def _home(self, prompt: Prompt, terms: _Terms, candidates: Candidates[C]) -> C | None:
         """Return the server on which all gateways expect a prompt that they do not know.

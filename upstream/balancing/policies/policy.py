@@ -92,6 +92,13 @@ class Policy(ABC, Generic[C]):
     def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
         """Prepare for the servers of a pool, among them those that are down. ``settings``: the policy's settings; None: its defaults."""
 
+    knows_caches: ClassVar[bool] = False
+    """Whether ``cached_tokens`` returns what servers have cached."""
+
+    def cached_tokens(self, server: C, prompt: Prompt) -> float:
+        """Return the tokens of a prompt that a server has cached, as far as it is known."""
+        return 0.0
+
     @abstractmethod
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:
         """Return the candidate that gets the request."""
