@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, count
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import MEMORY, PAUSE, FairQueue, Flow, Share
+from gateway.admission.fair_queue import CANDIDATES, MEMORY, PAUSE, FairQueue, Flow, Share
 from gateway.snapshot.snapshot import weight_of
 from tests.support.examples import examples
 
@@ -250,8 +251,9 @@ def test_the_oldest_request_of_a_flow_at_the_top_is_known() -> None:
 class Schedule:
     """Requests of flows, whose service is estimated at their dispatch and known at their end."""
 
-    def __init__(self, weights: Iterable[float], slots: int) -> None:
+    def __init__(self, weights: Iterable[float], slots: int, deficit: float = 0.0) -> None:
         self.queue = FairQueue[Item]()
+        self.deficit = deficit
         self.flows = [self.queue.leaf([Share(str(number), weight)]) for number, weight in enumerate(weights)]
         self.slots = slots
         self.now = 0.0
@@ -267,9 +269,15 @@ class Schedule:
         number = next(self.numbers)
         self.queue.put((leaf.name, number), leaf, number, self.now)
 
-    def dispatch(self, estimate: float) -> None:
+    def dispatch(self, estimate: float, which: int) -> None:
+        """Dispatch a request. With a deficit, it is of any candidate, as if it had the most cached tokens."""
         if len(self.in_flight) < self.slots and len(self.queue):
-            _, leaf = self.queue.pop(self.now)
+            candidates = self.queue.candidates(self.deficit)
+            assert candidates[0] is self.queue.next()[1] and all(leaf.waiting for leaf in candidates), "no slot is left empty"
+            assert len(set(candidates)) == len(candidates)
+            preferred = candidates[which % len(candidates)] if self.deficit else None
+            _, leaf = self.queue.pop(self.now, preferred=preferred)
+            assert preferred in (None, leaf)
             self.queue.charge(leaf, estimate, self.now)
             self.largest[leaf] = max(self.largest[leaf], estimate)
             self.in_flight.append((leaf, estimate))
@@ -292,7 +300,7 @@ class Schedule:
                     continue
                 start = self.together.setdefault((f, g), f.tag - g.tag)
                 d_f, d_g = self.slots * self.corrections[f], self.slots * self.corrections[g]
-                bound = max(start, (self.largest[f] + d_f) / f.weight + d_g / g.weight)
+                bound = max(start, self.deficit + (self.largest[f] + d_f) / f.weight + d_g / g.weight)
                 assert f.tag - g.tag <= bound + 1e-6
 
 
@@ -305,16 +313,18 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=examples(200))
-@given(weights=WEIGHTS, slots=st.integers(1, 4), events=EVENTS)
-def test_two_flows_that_wait_stay_within_the_stated_bound(weights: list[float], slots: int, events: list[tuple[str, int, float]]) -> None:
-    schedule = Schedule(weights, slots)
+@given(weights=WEIGHTS, slots=st.integers(1, 4), deficit=st.sampled_from([0.0, 50.0, 500.0]), events=EVENTS)
+def test_two_flows_that_wait_stay_within_the_stated_bound(
+    weights: list[float], slots: int, deficit: float, events: list[tuple[str, int, float]]
+) -> None:
+    schedule = Schedule(weights, slots, deficit)
     for event, which, amount in events:
         leaf = schedule.flows[which % len(schedule.flows)]
         match event:
             case "arrive":
                 schedule.arrive(leaf)
             case "dispatch":
-                schedule.dispatch(amount)
+                schedule.dispatch(amount, which)
             case "end":
                 schedule.end(which, amount)
             case "disconnect":
@@ -353,6 +363,65 @@ def test_shares_are_within_two_percent_of_the_weights(case: str) -> None:
         served[leaf] += actual
     first, second = (served[leaf] / leaf.weight for leaf in schedule.flows)
     assert first / second == pytest.approx(1, abs=0.02)
+
+
+def test_a_flow_is_deferred_by_the_deficit_and_no_further() -> None:
+    """The caller always prefers ``b``, whose requests cost 10."""
+    queue, deferred = queue_of("a" + "b" * 20), 0
+    while preferred := next((leaf for leaf in queue.candidates(50.0) if leaf.name == "b"), None):
+        _, leaf = queue.pop(0.0, preferred=preferred)
+        queue.settle(leaf, 0.0, 10.0, 0.0)
+        deferred += 1
+    assert deferred == 6 and pop(queue)[0] == "a"
+
+
+def test_a_flow_that_begins_to_wait_is_not_put_after_a_deferred_one() -> None:
+    queue = queue_of("ab" + "b" * 9)
+    for _ in range(5):
+        [preferred] = [leaf for leaf in queue.candidates(100.0) if leaf.name == "b"]
+        queue.settle(queue.pop(0.0, preferred=preferred)[1], 0.0, 10.0, 0.0)
+    put(queue, "c", 20)
+    assert queue.leaf([Share("c", 1.0)]).tag == queue.leaf([Share("a", 1.0)]).tag == 0.0
+
+
+def test_candidates_are_bounded_and_of_many_parents() -> None:
+    queue = FairQueue[Item]()
+    for number in range(1000):
+        queue.put(("", number), queue.leaf([Share(f"team {number % 4}", 1.0), Share(f"key {number}", 1.0)]), number, 0.0)
+    found = queue.candidates(math.inf)
+    assert len(set(found)) == CANDIDATES
+    assert Counter(leaf.top.name for leaf in found) == {f"team {number}": CANDIDATES // 4 for number in range(4)}
+
+
+def test_a_flow_far_behind_has_no_other_candidate() -> None:
+    queue = queue_of("abcd")
+    for key in "bcd":
+        queue.charge(queue.leaf([Share(key, 1.0)]), 100.0, 0.0)
+    assert [leaf.name for leaf in queue.candidates(99.0)] == ["a"]
+    assert [leaf.name for leaf in queue.candidates(100.0)][0] == "a" and len(queue.candidates(100.0)) == 4
+
+
+def test_classes_are_not_deferred_for_each_other() -> None:
+    queue = FairQueue[Item]()
+    for name in ("chat", "batch"):
+        for key in "ab":
+            queue.put((name, ord(key)), queue.leaf([Share(f"class {name}", 1.0), Share(key, 1.0)]), 0, 0.0)
+    assert [leaf.top.name for leaf in queue.candidates(math.inf, below_top=True)] == ["class chat"] * 2
+    queue.flow([Share("class chat", 1.0, tier=0)]), queue.flow([Share("class batch", 1.0, rank=-1, tier=1)])
+    assert {leaf.top.name for leaf in queue.candidates(math.inf, 0, below_top=True)} == {"class chat"}
+    assert {leaf.top.name for leaf in queue.candidates(math.inf, 1, below_top=True)} == {"class batch"}
+
+
+def test_flows_whose_tags_have_grown_leave_the_front_of_the_heap() -> None:
+    """With few entries that are right at the front, other flows would never be candidates."""
+    queue = queue_of("".join(chr(97 + number % 100) for number in range(400)))
+    seen = set()
+    for step in range(200):
+        candidates = queue.candidates(5.0)
+        preferred = candidates[step % len(candidates)]
+        queue.settle(queue.pop(0.0, preferred=preferred)[1], 0.0, 4.0, 0.0)
+        seen.add(preferred.name)
+    assert len(seen) == 100
 
 
 # No request is lost

@@ -17,6 +17,7 @@ from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass
 from gateway.telemetry.shared_counters import SharedCells
 from tests.support.examples import examples
 from tests.support.pools import pool_of
+from upstream.balancing.cost_model import Prompt
 from upstream.balancing.ejection import LONGEST_PAUSE
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import RequestFacts
@@ -55,6 +56,7 @@ class Visitor:
     def __init__(self, world: World, number: int, key: Key) -> None:
         self.number = number
         self.key = key
+        self.prompt = Prompt([1000 * (number % 7) + block for block in range(number % 5)], 512 * (number % 5))
         self.fate = "waits"
         self.finished = Signal()
         self.server: Server | None = None
@@ -67,14 +69,15 @@ class Visitor:
         try:
             while True:
                 try:
-                    server = world.pool.choose(request=RequestFacts(tier=world.queues.class_of(self.key, None)[1]))
+                    facts = RequestFacts(prompt=self.prompt, tier=world.queues.class_of(self.key, None)[1])
+                    server = world.pool.choose(request=facts)
                     break
                 except NoServerError as error:
                     if not (error.full or world.queues.is_expected("m")):
                         raise
                     if slot is not None:
                         slot.finish()
-                    with world.queues.slot("m", QueuedRequest(self.key, since)) as slot:
+                    with world.queues.slot("m", QueuedRequest(self.key, since, prompt=self.prompt)) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
             tier = world.queues.class_of(self.key, None)[1]
@@ -119,7 +122,7 @@ class World(RuleBasedStateMachine):
         self.served: list[Visitor] = []
         self.expected = False
         self.pool = pool_of((), "least_busy")
-        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False])
+        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False], 0.0)
 
     def _report_demand(self, _: str, since: float | None) -> None:
         self.demand = since
@@ -154,8 +157,11 @@ class World(RuleBasedStateMachine):
         balance=st.sampled_from(sorted(POLICIES)),
         reserved=st.lists(st.integers(0, 3), min_size=2, max_size=2),
         strict=st.lists(st.booleans(), min_size=2, max_size=2),
+        deficit=st.sampled_from([0.0, 1000.0]),
     )
-    def reload(self, limits: list[int], size: int, balance: str, reserved: list[int], strict: list[bool]) -> None:
+    def reload(
+        self, limits: list[int], size: int, balance: str, reserved: list[int], strict: list[bool], deficit: float
+    ) -> None:
         classes = tuple(QueueClass(name, strict=strict[at], reserved_slots=reserved[at]) for at, name in enumerate(("chat", "tools")))
         for server, limit in zip(self.servers, limits, strict=True):
             server.limit = limit
@@ -163,7 +169,7 @@ class World(RuleBasedStateMachine):
         self.pool.retire()
         self.pool = pool_of(self.servers, balance)
         shares = QueueShares((*classes, QueueClass("batch")))
-        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)], shares)
+        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER, deficit=deficit)), self.pool)], shares)
 
     @rule(which=st.integers(0, 1), slots=st.integers(0, 3))
     def a_reservation_changes(self, which: int, slots: int) -> None:

@@ -75,3 +75,12 @@ def test_a_model_whose_token_ids_are_wrong_needs_no_more_keys() -> None:
     caches.verify(9, 10)
     apply(caches, "a", 16, 2)
     assert not caches.block_sizes
+
+
+def test_the_cached_tokens_of_one_server_are_those_of_all() -> None:
+    caches = known("a", "b", "c")
+    apply(caches, "a", 16, 1, 2)
+    apply(caches, "b", 32, 7)
+    keys = {16: (1, 2, 3), 32: (7, 8)}
+    assert {name: caches.cached_on(name, keys) for name in ("a", "b")} == caches.cached_tokens(keys) == {"a": 32, "b": 32}
+    assert caches.cached_on("c", keys) is None and caches.cached_on("b", {16: (1,)}) is None

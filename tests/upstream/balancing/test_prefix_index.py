@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -127,3 +128,14 @@ def test_equal_keys_within_one_prompt_count_once() -> None:
     index.add_server("a")
     index.insert("a", [1, 2, 1])
     assert index.size == 2 and index.matched([1, 2]) == {"a": 2}
+
+
+@given(uses=st.lists(st.tuples(st.sampled_from(NAMES), PROMPTS), max_size=30), capacity=CAPACITIES, prompt=PROMPTS)
+def test_the_depth_of_one_server_is_what_matches(uses: list[tuple[str, list[int]]], capacity: int, prompt: list[int]) -> None:
+    index = PrefixIndex()
+    for name in NAMES:
+        index.add_server(name, capacity)
+    for name, used in uses:
+        index.insert(name, used)
+    assert {name: depth for name in NAMES if (depth := index.depth(name, prompt))} == index.matched(prompt)
+    assert index.depth("unknown", prompt) == 0

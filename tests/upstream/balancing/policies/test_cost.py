@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+
+import pytest
 
 from tests.upstream.balancing.policies.servers import FakeServer, candidates, named
 from upstream.balancing.cost_model import CostModel, EngineLoad, Placement, Prompt
@@ -361,3 +364,18 @@ def test_prompts_that_others_never_sent_are_not_expected_elsewhere() -> None:
         router.serve(first)
         router.clock.now += 1
     assert router.model.found < FOUND
+
+
+def test_the_cached_tokens_of_one_server_are_known() -> None:
+    router = Router("a", "b")
+    placed = router.serve(1000)
+    other = next(server for server in router.servers if server.name != placed.server)
+    prompt = Prompt([*range(1000, 1020), 7, 8], 22 * BLOCK, token_keys={16: (1, 2, 3)})
+    of = {server.name: router.policy.cached_tokens(server, prompt) for server in router.servers}
+    assert of == {placed.server: pytest.approx(20 * BLOCK / router.model.bytes_per_token), other.name: 0.0}
+    router.model.engines.apply(other.name, 16, False, cleared=False, removed=b"", inserted=array("Q", [1, 2]).tobytes())
+    assert router.policy.cached_tokens(other, prompt) == 32
+    router.model.index.insert(other.name, range(1000, 1020))
+    assert router.policy.cached_tokens(other, prompt) == of[placed.server], "events are incomplete"
+    router.model.engines.apply(other.name, 16, True, cleared=False, removed=b"", inserted=b"")
+    assert router.policy.cached_tokens(other, prompt) == 32
