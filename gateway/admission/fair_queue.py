@@ -5,9 +5,9 @@ service that it was charged, divided by its weight. At each level, the waiting f
 request with the earliest deadline, which without deadlines has waited longest. A request is charged an estimate when it is dispatched. The
 estimate is corrected while it runs and when it ends. The service that its flow gets without waiting is charged too.
 
-With a deficit Q, a flow may be deferred for the sake of the servers' prefix caches: at each level, every waiting flow whose tag is at most Q
-above the smallest may be next (``candidates``), and the caller chooses. This is D2LPM, deficit longest prefix match (Cao et al., 2025), by
-tags instead of counters.
+With a deficit Q, a flow may be deferred for the sake of the servers' prefix caches: at each level, every waiting flow whose tag is at most
+Q above the smallest may be next (``candidates``), and the caller chooses. This is D2LPM, deficit longest prefix match (Cao et al., 2025),
+by tags instead of counters.
 
 The rules:
 

@@ -11,15 +11,23 @@ With a deficit, and a policy that knows the servers' caches, the next request is
 become free, among those that the fair queue may serve. This changes the order within a class only, and never leaves a slot empty. A request
 is deferred for at most ``DEFERRAL`` of the time that it may wait.
 
+Preemption: if the next request has to wait, and its class ``preempts``, the latest request of a later class that has sent nothing to its
+client is stopped, and waits again. The rules: its slot goes to the request for which it was stopped. It keeps its time of arrival, so its
+class ages, and neither the size of the queue nor a deadline refuses it. It is charged for its prompt, like the request of a client that
+disconnects. Classes that have aged are not preempted.
+
 Times are in seconds of the monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -41,6 +49,8 @@ from upstream.http.inline_task import Signal
 
 ReportDemand = Callable[[str, float | None], None]
 """Reports to control the time since which a model is requested; None if it is no longer requested."""
+CallSoon = Callable[[Callable[[], None]], None]
+"""Calls a function once the requests that are running now have come to a wait."""
 
 DEFERRAL = 0.25
 """The part of ``queue.wait``, or of the time until its deadline, for which a request may be deferred."""
@@ -53,6 +63,10 @@ _FORGET_EVERY = 10.0  # seconds
 _READ_AT_ONCE = 200  # keys whose counters are read in one tick
 
 
+def _call_soon(function: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(function)
+
+
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
     """A request, as far as a queue knows it.
@@ -60,7 +74,7 @@ class QueuedRequest:
     ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
     ``lowered_to``: the class that its client wants, which counts if it is after that of the key. ``arrived``: the start of the time to its
     first token, for which ``ttft`` is the client's own objective. ``returns``: whether its client will retry after a refusal.
-    ``prompt``: the blocks of its prompt, if the policy of its servers requires them.
+    ``prompt``: the blocks of its prompt, if the policy of its servers requires them. ``preempted_at``: when it was last preempted.
     """
 
     key: Key
@@ -73,6 +87,7 @@ class QueuedRequest:
     ttft: float | None = None
     returns: bool = True
     prompt: Prompt | None = None
+    preempted_at: float | None = None
 
 
 class QueueMetrics(Protocol):
@@ -92,24 +107,27 @@ class QueueMetrics(Protocol):
 class ModelQueues:
     """The queues of a worker."""
 
-    def __init__(self, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand) -> None:
+    def __init__(self, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand, call_soon: CallSoon = _call_soon) -> None:
         self._deadlines = deadlines
+        self._call_soon = call_soon
         self._metrics = metrics
         self._report = report
         self._queues: dict[str, ModelQueue] = {}
         self._shares = QueueShares()
         self.reserved = ReservedSlots(metrics)
+        self.preempts = False
+        """Whether requests of a class may preempt others."""
 
     def set_models(self, models: Sequence[tuple[Model, Pool]], shares: QueueShares) -> None:
         """Create the queues for the models of a new snapshot. Waiting requests stay. ``models``: those with servers, and adapters."""
-        before, self._queues, self._shares = self._queues, {}, shares
+        before, self._queues, self._shares, self.preempts = self._queues, {}, shares, bool(shares.preempting)
         names: dict[str, list[str]] = {}
         for model, _ in models:
             names.setdefault(model.base, []).append(model.id)
         for model, pool in models:
             if model.parent is not None:
                 continue
-            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._metrics, self._report)
+            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._metrics, self._report, self._call_soon)
             self._queues[model.id] = queue
             queue.names = tuple(names[model.id])
             queue.set_shares(shares)
@@ -127,6 +145,13 @@ class ModelQueues:
         """Return the class of a request, and its tier: how many reservations of slots it must leave free."""
         name = self._shares.class_of(key, lowered_to)
         return name, self._shares.tiers[name]
+
+    def preemptible(
+        self, model: str, key: Key, lowered_to: str | None, attempt: RunningRequest, gauge: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a request that may be preempted. It holds the gauge of its model's requests."""
+        queue = self._queues.get(model)
+        return gauge if queue is None else PreemptibleRequest(queue, self._shares.class_of(key, lowered_to), attempt, gauge)
 
     def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
         """Return a slot in a model's queue.
@@ -159,6 +184,20 @@ class ModelQueues:
             queue.close()
 
 
+class RunningRequest(Protocol):
+    """A request that may be preempted (``Attempt``)."""
+
+    @property
+    def sent_at(self) -> float:
+        """When it was sent to its server."""
+
+    def preemptible_for(self, tier: int, /) -> bool:
+        """Return whether it has sent nothing to its client, and a request of this tier could have its slot."""
+
+    def preempt(self) -> None:
+        """Stop it at its server, which frees its slot. It is queued again."""
+
+
 class FlowMetrics(NamedTuple):
     """The cells of a flow: requests that wait, that were dispatched, and their seconds of waiting; their service, ended and in flight."""
 
@@ -184,18 +223,41 @@ class KeyFlow:
     in_flight: float = 0.0
 
 
+class PreemptibleRequest:
+    """A request that may be preempted, from its start to its end. It also holds the gauge of its model's requests."""
+
+    __slots__ = ("_attempt", "_class_name", "_gauge", "_queue")
+
+    def __init__(self, queue: ModelQueue, class_name: str, attempt: RunningRequest, gauge: AbstractContextManager[None]) -> None:
+        self._queue = queue
+        self._class_name = class_name
+        self._attempt = attempt
+        self._gauge = gauge
+
+    def __enter__(self) -> None:
+        self._gauge.__enter__()
+        self._queue.preemptible[self._attempt] = self._class_name
+
+    def __exit__(self, *error: object) -> None:
+        del self._queue.preemptible[self._attempt]
+        self._gauge.__exit__(None, None, None)
+
+
 class ModelQueue:
     """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected.
 
     ``names``: the model and its adapters.
     """
 
-    def __init__(self, model: str, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand) -> None:
+    def __init__(self, model: str, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand, call_soon: CallSoon) -> None:
         self.deadlines = deadlines
+        self.call_soon = call_soon
         self.bounds = NO_QUEUE
         self.eta: float | None = None
         self.names: tuple[str, ...] = (model,)
         self.shares = QueueShares()
+        self.preemptible: dict[RunningRequest, str] = {}
+        """The requests that may be preempted, and their classes."""
         self._slo = Slo()
         self._plan: DeadlinePlan | None = None
         """None until the first request with a deadline."""
@@ -253,7 +315,9 @@ class ModelQueue:
         slot.key_flow = self._key_flow(flows)
         self._charge_unseen(slot.key_flow, now)
         self._check_deadline(slot, flows.class_name, now)
-        if len(self._waiting) >= self.bounds.size:
+        if request.preempted_at is not None:
+            self._charge_prompt(slot, now)
+        elif len(self._waiting) >= self.bounds.size:
             self._displace_for(slot)
         if not self._waiting:
             self._rate.start(now)
@@ -336,6 +400,23 @@ class ModelQueue:
             self._dispatching = False
         self._publish()
 
+    def preempt(self) -> None:
+        """Stop requests of later classes, as long as the next request is of a class that preempts."""
+        while self._waiting and (victim := self._victim_of((slot := self._waiting.next()[0]).class_name)) is not None:
+            self._metrics.cells("queue_preemptions_total", self._model, self.preemptible[victim])[0] += 1
+            victim.preempt()
+            if slot.waits:
+                break  # it does not have the slot yet, so another one is not taken for it
+
+    def _victim_of(self, class_name: str) -> RunningRequest | None:
+        """Return the request that is preempted for one of this class: the latest one, on which the least work is lost."""
+        shares, aged = self.shares, self._aged
+        if class_name not in shares.preempting:
+            return None
+        tier = shares.tiers[class_name]
+        of_later = [each for each, other in self.preemptible.items() if other not in aged and shares.may_preempt(class_name, other)]
+        return max((each for each in of_later if each.preemptible_for(tier)), key=attrgetter("sent_at"), default=None)
+
     def _with_most_cached(self, now: float, tier: float) -> Flow[QueueSlot]:
         """Return the leaf within the deficit whose first request has the most tokens cached where a slot is free."""
         leaves = self._waiting.candidates(self._deficit, tier, below_top=self.shares.has_classes)
@@ -374,6 +455,12 @@ class ModelQueue:
         more, slot.charged = service - slot.charged, service
         slot.key_flow.metrics.in_flight[0] += more
         self._waiting.charge(slot.leaf, more, now)
+
+    def _charge_prompt(self, slot: QueueSlot, now: float) -> None:
+        """Charge the flows of a request that was preempted for its prompt, which the server has probably computed."""
+        service = self._weights.service(Tokens(slot.key_flow.use.usual.estimate(slot.request.size).prompt))
+        slot.key_flow.metrics.service[0] += service
+        self._waiting.charge_served(slot.leaf, service, service, now)
 
     def _charge_unseen(self, key: KeyFlow, now: float) -> None:
         """Charge a key's flows for its requests that have ended without waiting, and for those of other workers."""
@@ -441,7 +528,7 @@ class ModelQueue:
         """Refuse a request that would probably miss its deadline. Raises Refusal."""
         request, plan = slot.request, self._plan
         ttft = self.shares.classes[class_name].slo.with_defaults(self._slo).ttft if request.ttft is None else request.ttft
-        if ttft is not None and self._pool.is_up:
+        if ttft is not None and self._pool.is_up and request.preempted_at is None:
             plan = self._plan = plan or self._new_plan(now)
             slot.deadline = request.arrived + ttft
             slot.latest = slot.deadline - plan.first_token.usual(request.size, now)
@@ -453,7 +540,7 @@ class ModelQueue:
         if (booking := plan.bookings.take(slot.leaf, request.size, now)) is not None:
             slot.has_booking, slot.deadline = True, booking.deadline  # of its first attempt: it comes before later requests of its flow
             return
-        if self._pool.has_capacity():
+        if self._pool.has_capacity() or self._victim_of(class_name) is not None:
             return
         own = sum(each.expected for each in slot.leaf.requests if each.deadline <= slot.deadline)
         wait = plan.wait(slot.leaf, own, slot.latest, now)
@@ -545,6 +632,8 @@ class ModelQueue:
             self._metrics.cells("queue_bookings", self._model)[0] = len(self._plan.bookings)
         self._correct(now)
         self._read_counters(now)
+        if self.shares.preempting:
+            self.preempt()
         if self._waiting or self._aged:
             self._age(now)
         if now > self._forget_at:
@@ -605,6 +694,8 @@ class QueueSlot:
         self.waits = True
         self._queue.deadlines.watch(self)
         self._queue.dispatch()  # its servers may be of an older snapshot, and full while the current ones are not
+        if self.waits and self._queue.shares.preempting:
+            self._queue.call_soon(self._queue.preempt)  # it must await the slot by then, to take it before others can
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -614,6 +705,11 @@ class QueueSlot:
             self._queue.remove(self)
         elif kind is not None:
             self.finish()  # it was dispatched while its client disconnected
+
+    @property
+    def class_name(self) -> str:
+        """The class of the request."""
+        return self.key_flow.labels[1]
 
     async def wait(self) -> None:
         """Wait until a server is available. Raises Refusal model_loading or overloaded if the wait ends before."""
@@ -640,7 +736,7 @@ class QueueSlot:
             return
         if now > self.latest:
             self._queue.refuse(self, self._queue.refusal(self, "late"))
-        elif now - self.request.since > self._queue.bounds.wait:
+        elif now - (self.request.preempted_at or self.request.since) > self._queue.bounds.wait:
             self._queue.refuse(self, self._queue.refusal(self, "timeout"))
 
 

@@ -43,6 +43,8 @@ class QueueShares:
         reserving = [number for number, each in enumerate(self.classes.values()) if each.reserved_slots]
         self.tiers = {name: sum(each < number for each in reserving) for number, name in enumerate(self.classes)}
         """The number of classes before each class that have reserved slots."""
+        self.preempting = frozenset(each.name for each in self.classes.values() if each.preempts)
+        """The classes whose requests may preempt those of later classes."""
         self._teams, self._keys = teams or {}, keys or {}
 
     @classmethod
@@ -67,6 +69,10 @@ class QueueShares:
     def class_share(self, name: str, aged: Set[str]) -> Share:
         """Return the share of a class."""
         return Share(f"class {name}", self.classes[name].weight, 0 if name in aged else self.ranks[name], self.tiers[name])
+
+    def may_preempt(self, name: str, other: str) -> bool:
+        """Return whether requests of a class may preempt those of another one."""
+        return name in self.preempting and other in self.classes and self._order.index(name) < self._order.index(other)
 
     def class_of(self, key: Key, lowered_to: str | None) -> str:
         """Return the class of a request."""

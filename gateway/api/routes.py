@@ -54,6 +54,8 @@ class Route:
     """The engine processes the request, so it costs tokens also if the server does not report them."""
     generates: bool = field(init=False)
     """The response has generated text."""
+    repeatable: bool = field(init=False)
+    """The engine does all of the work, and can do it again. A response of ``/v1/responses`` may call tools; a form cannot be sent again."""
     guided: bool = field(init=False)
     """The route has older names for constraints on the output."""
     translated: bool = field(init=False)
@@ -69,6 +71,7 @@ class Route:
         object.__setattr__(self, "streams", generates and self.path != _BATCH)
         object.__setattr__(self, "counts_tokens", scheduled)
         object.__setattr__(self, "generates", generates or self.takes_form)
+        object.__setattr__(self, "repeatable", scheduled and not self.takes_form and self.dialect is not Dialect.RESPONSES)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
         object.__setattr__(self, "translated", self.dialect is Dialect.CHAT and self.path != _BATCH)
         takes = _KEY_FIELDS.get(self.dialect, ("cache_salt", "priority")) if scheduled and not self.takes_form else ()

@@ -326,6 +326,11 @@ class QueueClass(Section):
         "slots of each server, of its model's `max_inflight`, that requests of the classes after it never use; `auto`: as many as its "
         "objectives need"
     )
+    preempts: Flag = setting(
+        "if its next request has to wait: stop the latest request of the classes after it that has sent nothing to its client, and queue "
+        "it again",
+        False,
+    )
 
 
 class _Named(Section):

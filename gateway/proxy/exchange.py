@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -38,7 +39,7 @@ from gateway.snapshot.snapshot import Key, Resume
 from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError
-from upstream.http.errors import ConnectFailed, UpstreamError
+from upstream.http.errors import ConnectFailed, Preempted, UpstreamError
 
 
 async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
@@ -177,13 +178,15 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         if context.stream:
             received_at, progress = context.request.received_at, context.stream_progress
             gauge = worker.queues.reserved.measured(model.base, of_class, gauge, received_at, progress)
+    if worker.queues.preempts and upstream.request.target.route.repeatable:
+        gauge = worker.queues.preemptible(model.base, key, _lowered_to(upstream), attempt, gauge)
     with gauge, attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
             context.keepalive = context.keepalive or Keepalive(upstream.request, model.keepalive, worker.deadlines)
         try:
             response = await attempt.send(upstream.compose, upstream.body.upload)
-        except NoServerError as error:
+        except (NoServerError, Preempted) as error:
             response = await _send_from_queue(error, attempt, upstream.compose, upstream, context, key)
         context.handover = monotonic() - response.last_byte_at
         if context.keepalive is not None and not is_stream(response):
@@ -214,23 +217,28 @@ async def _send_rest(upstream: UpstreamRequest, context: RequestContext, key: Ke
     """Send the request for the rest of a stream, or queue it until a server can take it. Raises Refusal and UpstreamError."""
     try:
         return await attempt.send(compose)
-    except NoServerError as error:
+    except (NoServerError, Preempted) as error:
         context.settle_slot(None)
         return await _send_from_queue(error, attempt, compose, upstream, context, key)
 
 
 async def _send_from_queue(
-    error: NoServerError, attempt: Attempt, compose: Compose, upstream: UpstreamRequest, context: RequestContext, key: Key
+    error: NoServerError | Preempted, attempt: Attempt, compose: Compose, upstream: UpstreamRequest, context: RequestContext, key: Key
 ) -> UpstreamResponse:
     """Queue the request until a server of its model can take it, and send it. Raises Refusal and UpstreamError.
 
-    The servers then come from the newest snapshot: they may have been started while the request was queued.
+    The servers then come from the newest snapshot: they may have been started while the request was queued. A request that was preempted
+    is queued again; its time on the server counts as queued.
     """
     worker, model, since, queued_before = context.worker, upstream.model.model.base, monotonic(), context.queued
-    if not (error.full or worker.queues.is_expected(model)):
+    if isinstance(error, Preempted):
+        since = attempt.composed_at or since
+    elif not (error.full or worker.queues.is_expected(model)):
         raise error
     upstream.request.body.read_ahead()
     queued = _queued_request(upstream, context, key, since)
+    if isinstance(error, Preempted):
+        queued = _preempted(queued, attempt, context)
     while True:
         try:
             with worker.queues.slot(model, queued) as slot:
@@ -245,6 +253,15 @@ async def _send_from_queue(
             return await attempt.send(compose, upstream.body.upload)
         except NoServerError:
             slot.finish()
+        except Preempted:
+            slot.finish()
+            queued = _preempted(queued, attempt, context)
+
+
+def _preempted(queued: QueuedRequest, attempt: Attempt, context: RequestContext) -> QueuedRequest:
+    """Return a request that was preempted, to be queued again."""
+    attempt.composed_at, context.queue_reason = None, "preempted"
+    return replace(queued, preempted_at=monotonic())
 
 
 _CLASS, _TTFT = b"x-vllm-gateway-class", b"x-vllm-gateway-ttft"

@@ -214,7 +214,7 @@ class QueueClass:
 
     ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never. ``slo`` takes precedence
     over the model's, value by value. ``reserved_slots``: slots of each server that requests of the classes after it never use; ``auto``:
-    as many as the objectives need.
+    as many as the objectives need. ``preempts``: its requests may stop those of later classes that have sent nothing to their clients.
     """
 
     name: str
@@ -223,6 +223,7 @@ class QueueClass:
     aging: float | None = None
     slo: Slo = Slo()
     reserved_slots: int | str | None = None
+    preempts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

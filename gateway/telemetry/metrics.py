@@ -107,6 +107,11 @@ _FAMILIES = (
         ("model", "class", "objective", "worker"),
     ),
     Family("queue_deferred_total", "Requests that were deferred because a server had more of other prompts cached.", _FLOW),
+    Family(
+        "queue_preemptions_total",
+        "Requests of a class that were stopped before their first byte and queued again, because an earlier class needed the slot.",
+        ("model", "class"),
+    ),
     Family("queue_refused_total", "Requests that a queue refused while its model was up or loading.", (*_FLOW, "reason")),
     Family("queue_bookings", "Refused clients for whose return the model's queue has a booking.", ("model",)),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),

@@ -1,9 +1,9 @@
 """Measures how fair the gateway's queue is: the service of each flow of requests beside the others, and what fairness costs.
 
 ``python -m tests.benchmarks.fairness [SCENARIO …]`` prints one table and writes nothing. ``queue`` is the scenario of the queue alone, and
-``interactive`` (interactive.py), ``goodput`` (goodput.py) and ``locality`` (locality.py) run if they are named. The rules: one gateway in front of one simulator with
-four slots; each client sends its next request after a response; everything is read from the ledger. In each scenario the same clients send
-with one key, too, so that requests are served in the order of arrival.
+``interactive`` (interactive.py), ``goodput`` (goodput.py) and ``locality`` (locality.py) run if they are named. The rules: one gateway in
+front of one simulator with four slots; each client sends its next request after a response; everything is read from the ledger. In each
+scenario the same clients send with one key, too, so that requests are served in the order of arrival.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import httpx2
 from gateway.admission.fair_queue import FairQueue, Share
 from gateway.auth.keys import hash_of
 from tests.benchmarks import goodput, locality
-from tests.benchmarks.locality import DEFICIT
 from tests.benchmarks.interactive import print_interactive
+from tests.benchmarks.locality import DEFICIT
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.support.process import SIMULATOR, configuration, gateway, wait_for
 
@@ -136,8 +136,8 @@ def main() -> int:
         if "interactive" in names:
             print_interactive(Path(folder), options.seconds)
     if "queue" in names:
-        costs = " and ".join(f"{queue_cost(ITEMS, FLOWS, deficit) * 1e6:.1f} µs with a deficit of {deficit:g}" for deficit in (0.0, DEFICIT))
-        print(f"queue, {ITEMS:,} items in {FLOWS:,} flows: for each request {costs}")
+        without, with_deficit = (f"{queue_cost(ITEMS, FLOWS, deficit) * 1e6:.1f} µs" for deficit in (0.0, DEFICIT))
+        print(f"queue: {without} for each request, with a deficit {with_deficit}, with {ITEMS:,} items in {FLOWS:,} flows")
     if "locality" in names:
         _print_header(locality.COLUMNS, 2)
         for row in locality.rows(options.seed):

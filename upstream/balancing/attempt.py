@@ -4,6 +4,8 @@ The rule: a request is sent again at most once, and only before the first byte o
 (``UpstreamError.untouched``), or its server was lost and it may run twice (``resends``). The retry uses a different server if the pool has
 one; a request that may have run must not return to its server. Retries after a lost connection need the retry budget. The slot and the
 connection are released when the ``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
+The exception is a request that is preempted before the first byte of a response: it releases both at once, and its caller may call ``send``
+again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from upstream.http.errors import (
     IdleTimeout,
     LocalLimit,
     Moved,
+    Preempted,
     StaleConnection,
     TotalTimeout,
     Unresponsive,
@@ -39,6 +42,8 @@ from upstream.http.inline_task import Signal
 from upstream.http.response_head import Headers
 
 MAX_ATTEMPTS = 2
+MAX_PREEMPTIONS = 2
+"""How often one request may be preempted, so that it is served in the end."""
 _JOIN = 16 * 1024  # bytes up to which copying a body behind its headers is cheaper than a second write
 _MAX_PENDING = 1024 * 1024  # bytes of a response that may wait for their reader before the server is paused
 
@@ -324,6 +329,7 @@ class Attempt:
         "composed_at",
         "facts",
         "failures",
+        "preemptions",
         "server",
         "tried",
     )
@@ -350,6 +356,7 @@ class Attempt:
         self.server: Server | None = None
         self.failures: list[UpstreamError] = []
         self.composed_at: float | None = None
+        self.preemptions = 0
 
     def __enter__(self) -> Attempt:
         return self
@@ -384,10 +391,28 @@ class Attempt:
         """Choose from this pool from now on: a reload may have replaced the model's servers while the request was queued."""
         self._pool = pool
 
+    def preemptible_for(self, tier: int) -> bool:
+        """Return whether the request has sent nothing to its client, and a request of this tier could have its slot."""
+        response, server = self._response, self.server
+        if response is None or server is None or self.preemptions >= MAX_PREEMPTIONS:
+            return False
+        return not response.last_byte_at and not response.complete and response.error is None and server.would_serve(tier)
+
+    @property
+    def sent_at(self) -> float:
+        """When the request was sent last."""
+        return 0.0 if self._response is None else self._response.sent_at
+
+    def preempt(self) -> None:
+        """Stop the request at its server. ``send`` releases its slot and raises Preempted, and may be called again."""
+        if self._response is not None:
+            self.preemptions += 1
+            self._response.fail(Preempted(self._response.server.name, "stopped for a more urgent request"))
+
     async def send(self, compose: Compose, upload: Upload | None = None) -> UpstreamResponse:
         """Send the request, and return its response when the first bytes of the body have arrived.
 
-        Raises NoServerError if no server is up or all are at capacity, and the UpstreamError of the last attempt.
+        Raises NoServerError if no server is up or all are at capacity, Preempted, and the UpstreamError of the last attempt.
         """
         while True:
             try:
@@ -406,6 +431,12 @@ class Attempt:
                 if self.facts.prompt is not None:
                     self.facts.prompt.responded()
                 return response
+            except Preempted:
+                self.tried.clear()
+                if self.facts.prompt is not None and self.facts.prompt.placement is not None:
+                    self.facts.prompt.placement.finished()
+                self._release()
+                raise
             except UpstreamError as error:
                 self._record_failure(server, error)
                 self._release()  # before the check of other servers' slots: this may start queued requests

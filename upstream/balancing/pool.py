@@ -20,7 +20,6 @@ from upstream.balancing.retry_budget import RetryBudget
 from upstream.balancing.server import Condition, Progress, Server, ServerSpec
 from upstream.http.write_batching import WriteBatch
 
-
 _COMPARED = 4  # servers with a free slot whose caches are compared: while requests wait, there is seldom more than one
 
 

@@ -260,6 +260,17 @@ class Server:
         return self.full or (tier > 0 and any(self._in_tiers[each] >= self.open_to(each) for each in range(min(tier, len(self._reserved)))))
 
     @property
+    def is_over_limit(self) -> bool:
+        """Whether it would be full even if one of its requests ended."""
+        return self.in_flight > self.limit
+
+    def would_serve(self, tier: int) -> bool:
+        """Return whether it could take a request of this tier if a request of the same or a later tier ended."""
+        reserved = range(min(tier, len(self._reserved)))
+        is_usable = self._condition is Condition.UP and not self.is_ejected and not self.is_over_limit
+        return is_usable and all(self._in_tiers[each] <= self.open_to(each) for each in reserved)
+
+    @property
     def is_ejected(self) -> bool:
         """Whether the server gets no requests because of its failures, as long as there is another server."""
         until = self._ejection.ejected_until

@@ -110,6 +110,11 @@ class SharedServer(Server):
         """Whether this worker may send it no further request now."""
         return self.shared is not None and not self.shared.allows(self.in_flight_cells[0])
 
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether this worker could send it no request even if one of its own ended: others would take the slot."""
+        return self.shared is not None and not self.shared.allows(self.in_flight_cells[0] - 1)
+
     def take_slot(self) -> bool:
         """Take a slot. Returns False if other workers have taken all; the rankings then know it."""
         if self.shared is None or self.shared.take(self.in_flight_cells):

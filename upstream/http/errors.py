@@ -105,6 +105,15 @@ class Moved(UpstreamError):
     reason = "moved"
 
 
+class Preempted(UpstreamError):
+    """The gateway closed the connection before the first byte of a response: a more urgent request needs the slot.
+
+    The request is queued again. It does not count as a failure of the server.
+    """
+
+    reason = "preempted"
+
+
 class LocalLimit(UpstreamError):
     """No connection could be opened because the gateway has no file descriptor, port or memory left.
 

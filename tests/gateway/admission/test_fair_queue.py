@@ -398,7 +398,7 @@ def test_a_flow_far_behind_has_no_other_candidate() -> None:
     for key in "bcd":
         queue.charge(queue.leaf([Share(key, 1.0)]), 100.0, 0.0)
     assert [leaf.name for leaf in queue.candidates(99.0)] == ["a"]
-    assert [leaf.name for leaf in queue.candidates(100.0)][0] == "a" and len(queue.candidates(100.0)) == 4
+    assert queue.candidates(100.0)[0].name == "a" and len(queue.candidates(100.0)) == 4
 
 
 def test_classes_are_not_deferred_for_each_other() -> None:

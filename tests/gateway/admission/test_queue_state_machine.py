@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from time import monotonic
 
 from hypothesis import settings
@@ -17,7 +18,8 @@ from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass
 from gateway.telemetry.shared_counters import SharedCells
 from tests.support.examples import examples
 from tests.support.pools import pool_of
-from upstream.balancing.cost_model import Prompt
+from upstream.balancing.attempt import MAX_PREEMPTIONS
+from upstream.balancing.cost_model import BLOCK_BYTES, Prompt
 from upstream.balancing.ejection import LONGEST_PAUSE
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import RequestFacts
@@ -56,7 +58,10 @@ class Visitor:
     def __init__(self, world: World, number: int, key: Key) -> None:
         self.number = number
         self.key = key
-        self.prompt = Prompt([1000 * (number % 7) + block for block in range(number % 5)], 512 * (number % 5))
+        self.preemptions = 0
+        self.stopped = False
+        self.sent_at = 0.0
+        self.prompt = Prompt(range(1000 * (number % 2), 1000 * (number % 2) + 4), 4 * BLOCK_BYTES)
         self.fate = "waits"
         self.finished = Signal()
         self.server: Server | None = None
@@ -64,11 +69,29 @@ class Visitor:
         self.task = InlineTask(self._visit(world))
         self.task.step()
 
+    def preemptible_for(self, tier: int) -> bool:
+        """Every third request has had its first byte."""
+        is_silent = self.fate == "served" and self.number % 3 != 0 and self.preemptions < MAX_PREEMPTIONS and not self.stopped
+        return is_silent and self.server is not None and self.server.would_serve(tier)
+
+    def preempt(self) -> None:
+        self.preemptions += 1
+        self.stopped = True
+        self.finished.set()
+
     async def _visit(self, world: World) -> None:
-        since, slot = monotonic(), None
+        since, preempted_at = monotonic(), None
+        while await self._attempt(world, since, preempted_at):
+            self.stopped, self.finished, preempted_at = False, Signal(), monotonic()
+
+    async def _attempt(self, world: World, since: float, preempted_at: float | None) -> bool:
+        """Be served once. Return whether the request was preempted."""
+        slot = None
         try:
             while True:
                 try:
+                    if preempted_at is not None and slot is None:
+                        raise NoServerError(full=True)
                     facts = RequestFacts(prompt=self.prompt, tier=world.queues.class_of(self.key, None)[1])
                     server = world.pool.choose(request=facts)
                     break
@@ -77,7 +100,7 @@ class Visitor:
                         raise
                     if slot is not None:
                         slot.finish()
-                    with world.queues.slot("m", QueuedRequest(self.key, since, prompt=self.prompt)) as slot:
+                    with world.queues.slot("m", QueuedRequest(self.key, since, prompt=self.prompt, preempted_at=preempted_at)) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
             tier = world.queues.class_of(self.key, None)[1]
@@ -92,19 +115,23 @@ class Visitor:
         finally:
             if slot is not None:
                 slot.finish(computed=Tokens(output=7.0 * self.number))
+        return self.fate == "waits"
 
     async def _hold(self, server: Server, world: World) -> None:
         self.server, self.tier = server, world.queues.class_of(self.key, None)[1]
         server.start_exchange(self.tier)
-        self.fate = "served"
+        self.fate, self.sent_at = "served", monotonic()
         world.served.append(self)
+        queue = world.queues._queues["m"]
+        queue.preemptible[self] = world.queues.class_of(self.key, None)[0]
         try:
             await self.finished
-            self.fate = "done"
+            self.fate = "waits" if self.stopped else "done"
         except asyncio.CancelledError:
             self.fate = "gone"  # before the end of its exchange, in which a request that waits may take its slot
             raise
         finally:
+            del queue.preemptible[self]
             server.finish_exchange(self.tier)
 
 
@@ -115,14 +142,15 @@ class World(RuleBasedStateMachine):
         self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
         self.deadlines = Deadlines()
         self.demand: float | None = None
+        self.soon: list[Callable[[], None]] = []
         metrics = Metrics()
         self.gauge = metrics.cells("queued_requests", "m")
-        self.queues = ModelQueues(self.deadlines, metrics, self._report_demand)
+        self.queues = ModelQueues(self.deadlines, metrics, self._report_demand, self.soon.append)
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
         self.pool = pool_of((), "least_busy")
-        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False], 0.0)
+        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False], 0.0, [False, False])
 
     def _report_demand(self, _: str, since: float | None) -> None:
         self.demand = since
@@ -154,15 +182,19 @@ class World(RuleBasedStateMachine):
     @rule(
         limits=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
         size=st.integers(1, 6),
-        balance=st.sampled_from(sorted(POLICIES)),
+        balance=st.sampled_from([*sorted(POLICIES), "cost"]),
         reserved=st.lists(st.integers(0, 3), min_size=2, max_size=2),
         strict=st.lists(st.booleans(), min_size=2, max_size=2),
         deficit=st.sampled_from([0.0, 1000.0]),
+        preempts=st.lists(st.booleans(), min_size=2, max_size=2),
     )
     def reload(
-        self, limits: list[int], size: int, balance: str, reserved: list[int], strict: list[bool], deficit: float
+        self, limits: list[int], size: int, balance: str, reserved: list[int], strict: list[bool], deficit: float, preempts: list[bool]
     ) -> None:
-        classes = tuple(QueueClass(name, strict=strict[at], reserved_slots=reserved[at]) for at, name in enumerate(("chat", "tools")))
+        classes = tuple(
+            QueueClass(name, strict=strict[at], reserved_slots=reserved[at], preempts=preempts[at])
+            for at, name in enumerate(("chat", "tools"))
+        )
         for server, limit in zip(self.servers, limits, strict=True):
             server.limit = limit
             server.reserve(tuple(filter(None, reserved)))
@@ -199,6 +231,15 @@ class World(RuleBasedStateMachine):
             server.expire()  # the worker's tick
 
     @rule()
+    def the_worker_ticks(self) -> None:
+        """A request that may preempt others does not wait while it can."""
+        for function in (*self.soon, self.queues.tick):
+            function()
+        self.soon.clear()
+        queue = self.queues._queues["m"]
+        assert not queue._waiting or queue._victim_of(queue._waiting.next()[0].class_name) is None
+
+    @rule()
     def all_timeouts_expire(self) -> None:
         for watched in tuple(self.deadlines._watched):
             watched.check(monotonic() + 2 * FOR_EVER)
@@ -223,7 +264,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def requests_of_a_key_stay_in_order(self) -> None:
         for key in KEYS:
-            numbers = [one.number for one in self.served if one.key is key]
+            numbers = [one.number for one in self.served if one.key is key and not one.preemptions]
             assert numbers == sorted(numbers)
 
     def teardown(self) -> None:

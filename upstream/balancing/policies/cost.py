@@ -193,7 +193,7 @@ class Cost(Policy[C]):
         placement.candidates = tuple(explained[1:])
         return best
 
-    def cached_tokens(self, server: C, prompt: Prompt) -> float:
+    def cached_tokens(self, server: C, prompt: Prompt, /) -> float:
         """Return what ``_Terms.cached`` does, for one server, and without reading the whole prompt."""
         model = self.model
         indexed = model.index.depth(server.name, prompt.keys) * BLOCK_BYTES / model.bytes_per_token

@@ -95,7 +95,7 @@ class Policy(ABC, Generic[C]):
     knows_caches: ClassVar[bool] = False
     """Whether ``cached_tokens`` returns what servers have cached."""
 
-    def cached_tokens(self, server: C, prompt: Prompt) -> float:
+    def cached_tokens(self, _server: C, _prompt: Prompt, /) -> float:
         """Return the tokens of a prompt that a server has cached, as far as it is known."""
         return 0.0
 
