@@ -231,7 +231,7 @@ async def test_a_response_that_may_call_tools_is_not_preempted() -> None:
 def test_a_batch_request_is_complete_recorded_once_and_limited_once(tmp_path: Path) -> None:
     limited = launched("sim/one", **{"sim-tokens-per-second": "20"}) | {"max_inflight": 1}
     classes = [{"id": "chat", "strict": True, "preempts": True}, {"id": "batch"}]
-    keys = [_key("interactive", "chat"), _key("nightly", "batch") | {"limits": {"requests_per_day": 10, "tokens_per_day": 100_000}}]
+    keys = [_key("interactive", "chat"), _key("nightly", "batch") | {"limits": {"concurrent": 2, "tokens_per_day": 100_000}}]
     config = configuration(limited, workers=1)
     config |= {"ledger": "sqlite:///usage.db", "classes": classes, "keys": [*config["keys"], *keys]}
     with gateway(tmp_path, config) as one, ThreadPoolExecutor(1) as batch:
@@ -243,12 +243,12 @@ def test_a_batch_request_is_complete_recorded_once_and_limited_once(tmp_path: Pa
         response = running.result()
         rows = wait_for(lambda: (found := _rows(tmp_path / "usage.db")) and len(found) == 3 and found)
         line = next(line for line in map(json.loads, one.log.splitlines()) if line.get("queue_reason") == "preempted")
-        assert one.metric('vllm_gateway_queue_preemptions_total{model="sim/one",class="batch"}') == 1
+        assert one.metric('vllm_gateway_queue_preemptions_total{class="batch",model="sim/one"}') == 1
     assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 60
     assert len(response.json()["choices"][0]["message"]["content"]) > len(alone.json()["choices"][0]["message"]["content"])
-    assert [tokens for key, tokens in rows if key == "nightly"] == [12, 60] and line["key"] == "nightly" and line["retries"] == 0
-    left = int(response.headers["x-ratelimit-remaining-requests"])
-    assert left == int(alone.headers["x-ratelimit-remaining-requests"]) - 1
+    assert [tokens for key, tokens in rows if key == "nightly"] == [12, 60] and line["key"] == "nightly" and "retries" not in line
+    used = 100_000 - int(response.headers["x-ratelimit-remaining-tokens-day"])
+    assert used == sum(each.json()["usage"]["total_tokens"] for each in (alone, response)), "each is settled once"
 
 
 def _key(name: str, of_class: str) -> dict[str, Any]:
@@ -262,4 +262,4 @@ def _send(one: Gateway, key: str, tokens: int) -> httpx2.Response:
 
 def _rows(file: Path) -> list[tuple[str, int]]:
     with closing(sqlite3.connect(file)) as database:
-        return database.execute("SELECT key_id, completion_tokens FROM gateway_usage ORDER BY time").fetchall()
+        return database.execute("SELECT key, completion_tokens FROM gateway_usage ORDER BY time").fetchall()
