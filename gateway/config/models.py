@@ -77,6 +77,7 @@ from gateway.config.values import (
     Text,
     Texts,
     TokenHash,
+    TraceUrl,
     Variables,
     WeightsSource,
     Workers,
@@ -685,6 +686,9 @@ class Tracing(Section):
         description="base URL of the collector, e.g. http://otel-collector:4318"
     )
     sample: Annotated[float, Strict(), Field(ge=0, le=1)] = setting("share of requests that are traced, 0 to 1", 1.0)
+    trace_url: TraceUrl | None = setting(
+        "address of a trace in browsers, with `{trace_id}`, e.g. https://jaeger.example.com/trace/{trace_id}; default: no links"
+    )
 
 
 class Ledger(Section):

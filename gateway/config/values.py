@@ -47,6 +47,8 @@ from upstream.vllm.presets import PRESETS
 EVENTS_POLICY = "cost"
 """The balance policy that uses KV cache events, and the cached tokens that responses report."""
 MAX_WORKERS = 256
+TRACE_ID = "{trace_id}"
+"""In the address of a trace: the place of its ID."""
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
@@ -90,6 +92,12 @@ def _server_url(value: str) -> str:
 def _http_url(value: str) -> str:
     if not re.match(r"https?://[^/?#@\s]+([/?#]|$)", value):
         raise ValueError("expected a URL such as http://otel-collector:4318")
+    return value
+
+
+def _trace_url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/?#@\s{}]+[/?#][\x21-\x7e]*", value) or TRACE_ID not in value:
+        raise ValueError(f"expected a URL with {TRACE_ID}, such as https://jaeger.example.com/trace/{TRACE_ID}")
     return value
 
 
@@ -440,6 +448,7 @@ ListenHost = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_liste
 
 ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
 HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
+TraceUrl = Annotated[str, Strict(), AfterValidator(_trace_url)]
 Origin = Annotated[str, Strict(), AfterValidator(_origin)]
 BrowserUrl = Annotated[str, Strict(), AfterValidator(_browser_url)]
 """The address of a port in browsers, without a path."""

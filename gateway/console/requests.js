@@ -155,7 +155,7 @@ const pairs = (entries) =>
 const OF_KEY = { errors: "Errors of this key", rejected: "Rejected requests of this key" };
 const unread = (one) =>
   `not read. ${one.limit_holder ? "This limit is checked before the body is read, and the body names the model." : UNREAD}`;
-function requestFacts(one) {
+function requestFacts(one, trace) {
   const key = one.key === null ? null : el("a", { href: `/console/keys?id=${encodeURIComponent(one.key)}` }, one.key);
   return pairs([
     ["Received", when(Date.parse(one.time) / 1000)],
@@ -172,6 +172,7 @@ function requestFacts(one) {
     ["Continued after", one.continuations],
     ["Limit", one.limit_holder && `${one.reason} of ${one.limit_holder}`],
     ["Field", one.param],
+    ["Trace", trace && el("a", { href: trace, target: "_blank", rel: "noopener noreferrer" }, "Open the trace")],
   ]);
 }
 // A body of a record: JSON with line breaks, other text as it is. A long one is cut, because the browser must stay responsive.
@@ -237,7 +238,7 @@ function commands(one, records) {
 }
 async function showRequest(identity) {
   document.title = `${identity} · vllm-gateway`;
-  const { request: one, outcome, causes, time_line, facts, records } = await api(`${REQUESTS}/${encodeURIComponent(identity)}`);
+  const { request: one, outcome, causes, time_line, facts, records, trace_url } = await api(`${REQUESTS}/${encodeURIComponent(identity)}`);
   const { id, ...rest } = address();
   const { filter, color } = outcomeOf(one),
     start = Date.parse(one.time);
@@ -271,7 +272,7 @@ async function showRequest(identity) {
         ),
         ...facts.map((text) => el("p", { className: "quiet" }, capital(text))),
       ),
-      el("section", {}, el("h3", {}, "Request"), el("dl", { className: "facts" }, ...requestFacts(one))),
+      el("section", {}, el("h3", {}, "Request"), el("dl", { className: "facts" }, ...requestFacts(one, trace_url))),
     ),
     el("p", { className: "row" }, ...likes.map(([text, values]) => inPage(text, values, { className: "button" }))),
     records && may("admin") ? el("section", {}, el("h3", {}, "Bodies"), recorded(one)) : "",
@@ -317,19 +318,20 @@ async function showAddress() {
 }
 start(() => {
   const form = $("requests-filter");
-  if (me.role === null) {
+  form.hidden = me.role === null;
+  if (form.hidden) {
     $("requests-note").textContent = "This page needs the role viewer. Owners of teams do not see single requests.";
-    return form.remove();
+    return;
   }
   const sent = () => Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()]));
-  form.addEventListener("submit", (event) => {
+  form.onsubmit = (event) => {
     event.preventDefault();
     go(sent());
-  });
-  $("clear").addEventListener("click", () => go({}));
+  };
+  $("clear").onclick = () => go({});
   for (const button of form.querySelectorAll("[data-status]"))
-    button.addEventListener("click", () => go({ ...sent(), id: "", status: button.dataset.status }));
-  $("more").addEventListener("click", () => load(loadMore));
-  addEventListener("popstate", () => load(showAddress));
+    button.onclick = () => go({ ...sent(), id: "", status: button.dataset.status });
+  $("more").onclick = () => load(loadMore);
+  window.onpopstate = () => load(showAddress);
   return showAddress();
 });

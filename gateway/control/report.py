@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gateway import __version__
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
+from gateway.config.values import TRACE_ID
 from gateway.control.control import Control
 from gateway.control.limit_report import closest_limits, limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
@@ -153,7 +154,12 @@ class GatewayReport:
         if self._reader is None or self._ledger is None:
             return None
         found = await self._reader.request(identity, self._ledger.rejections)
-        return {} if found is None else found | {"records": self._control.config.record is not None}
+        if found is None:
+            return {}
+        tracing, trace_id = self._control.config.tracing, found["request"]["trace_id"]
+        template = None if tracing is None or trace_id is None else tracing.trace_url
+        trace_url = None if template is None else template.replace(TRACE_ID, trace_id)
+        return found | {"records": self._control.config.record is not None, "trace_url": trace_url}
 
     async def record(self, identity: str) -> dict[str, Any] | None:
         """Return the record of a request, None if requests are not recorded. Raises RecordError."""

@@ -176,6 +176,8 @@ class Recorder:
         row.nearest_limit = record.nearest_limit
         if record.continuations:
             row.continuations = _printable(", ".join(map(str, record.continuations)))
+        if record.trace is not None and record.trace.sampled:
+            row.trace_id = record.trace.trace_id
         if record.code is not None:
             row.code, row.param, row.requested_model = record.code, record.param, requested_model(record)
             row.limit_holder = record.limit_holder

@@ -149,6 +149,7 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
             "`93% of tokens_per_day of key team-a`; otherwise empty",
         ),
     ] = None
+    trace_id: Annotated[str | None, Column("trace_id", "the ID of the request's [trace](monitoring.md#traces), if it is exported")] = None
 
     continuations: Annotated[
         str | None,

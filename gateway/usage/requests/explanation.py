@@ -98,6 +98,8 @@ def facts(request: Request) -> Iterator[str]:
         yield f"cost: {bytes(request['cost']).decode()}"
     if request["nearest_limit"] is not None:
         yield f"nearest limit: {printable(request['nearest_limit'])}"
+    if request["trace_id"] is not None:
+        yield f"trace: {request['trace_id']}"
     if request["labels"]:
         yield f"labels: {printable(', '.join(f'{name}={value}' for name, value in sorted(request['labels'].items())))}"
 

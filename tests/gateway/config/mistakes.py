@@ -94,7 +94,7 @@ DOCUMENT: Mapping[str, Any] = {
     "store": {"url": "ledger", "max_age": "24h"},
     "isolate_prefix_cache": {"secret": {"env": "TOKEN"}},
     "log": {"level": "info", "levels": {"fleet": "debug"}, "format": "json", "user": True, "sample": 0.5},
-    "tracing": {"endpoint": "http://127.0.0.1:4318", "sample": 0.5},
+    "tracing": {"endpoint": "http://127.0.0.1:4318", "sample": 0.5, "trace_url": "https://jaeger.example.com/trace/{trace_id}"},
 }  # fmt: skip
 """A valid configuration. Its files are `cert.pem`, `key.pem` and `keys.yaml`, and its variable is `TOKEN`."""
 

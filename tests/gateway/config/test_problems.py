@@ -597,6 +597,24 @@ def test_the_address_of_a_collector(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "is_valid"),
+    [
+        ("https://jaeger.example.com/trace/{trace_id}", True),
+        ('http://localhost:3000/explore?panes={"a":{"datasource":"tempo","queries":[{"query":"{trace_id}"}]}}', True),
+        ("https://jaeger.example.com/trace/", False),
+        ("https://{trace_id}.example.com/", False),
+        ("https://user@jaeger.example.com/{trace_id}", False),
+        ("javascript:alert('{trace_id}')//https://jaeger.example.com/{trace_id}", False),
+        ("https://jaeger.example.com/ {trace_id}", False),
+    ],
+)
+def test_the_address_of_a_trace(tmp_path: Path, url: str, is_valid: bool) -> None:
+    rest = yaml.safe_dump({"tracing": {"endpoint": "http://otel:4318", "trace_url": url}})
+    message = "tracing.trace_url: expected a URL with {trace_id}, such as https://jaeger.example.com/trace/{trace_id}"
+    assert about_limits(tmp_path, "concurrent: 1", rest=rest) == ([] if is_valid else [message])
+
+
+@pytest.mark.parametrize(
     ("url", "reported"),
     [
         ("redis://localhost", None),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import httpx2
 import pytest
@@ -16,6 +17,7 @@ from tests.support.running import KEY
 
 VIEWER, ADMIN, LIMITED = "token-of-a-viewer", "token-of-an-admin", keys.mint("limited")
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+TRACES = "https://traces.example.com/'\"<b>?id={trace_id}"
 PAGE, REQUESTS = "/console/requests", "/admin/v1/requests"
 
 
@@ -30,6 +32,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     for name in ("record.key", "audit.secret"):
         (folder / name).chmod(0o600)
     config |= {"ledger": {"url": f"sqlite:///{folder / 'usage.db'}", "user": True}, "audit": {"secret": {"file": "audit.secret"}}}
+    config |= {"tracing": {"endpoint": "http://127.0.0.1:9", "sample": 0.5, "trace_url": TRACES}}
     config |= {"record": {"store": "records", "keys": ["team-a"], "share": "100%", "key": {"file": "record.key"}}}
     config["keys"][0]["team"] = "lab"
     config["keys"].append({"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}})
@@ -47,10 +50,11 @@ def no_complaint(seen: Seen) -> Iterator[None]:
     assert {each for each in seen.browser.requests if not each.startswith(("http://127.0.0.1:", "data:", "about:"))} == set()
 
 
-def sent(seen: Seen, key: str = KEY, **body: object) -> str:
+def sent(seen: Seen, key: str = KEY, headers: Mapping[str, str] = MappingProxyType({}), **body: object) -> str:
     """Send a request, and return its ID when the ledger has it."""
+    headers = {"authorization": f"Bearer {key}", **headers}
     document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **body}
-    response = httpx2.post(f"{seen.gateway.url}/v1/chat/completions", json=document, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    response = httpx2.post(f"{seen.gateway.url}/v1/chat/completions", json=document, headers=headers, timeout=60)
     identity = response.headers["x-request-id"]
     wait_for(lambda: get(seen, f"/admin/v1/requests/{identity}").status_code == 200)
     return identity
@@ -113,6 +117,16 @@ def test_the_invalid_field_and_the_model_that_was_not_found(seen: Seen) -> None:
     assert "temperature" in shown(seen, sent(seen, temperature="hot"))
     assert HOSTILE in shown(seen, sent(seen, model=HOSTILE))
     assert "no valid key (127.0.0.1)" in shown(seen, sent(seen, "sk-wrong"))
+
+
+def test_an_exported_request_links_to_its_trace(seen: Seen) -> None:
+    """The trace ID decides whether a trace is exported."""
+    links = "[...document.querySelectorAll('#request a[target=_blank]')].map((one) => [one.href, one.rel, one.textContent])"
+    for trace_id, is_exported in (("0af7651916cd43dd0448eb211c80319c", True), ("0af7651916cd43dd8448eb211c80319c", False)):
+        text = shown(seen, sent(seen, headers={"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}))
+        href = f"https://traces.example.com/'%22%3Cb%3E?id={trace_id}"
+        assert seen.browser.evaluate(links) == ([[href, "noopener noreferrer", "Open the trace"]] if is_exported else [])
+        assert (trace_id in text) == is_exported
 
 
 def test_the_filters_are_in_the_address_and_the_back_button_returns(seen: Seen) -> None:

@@ -18,7 +18,8 @@ from gateway.ledger.row import LOST, UsageRow, decode, frames
 from gateway.limits.rules import DAY
 from gateway.limits.windows import SPENT
 from gateway.snapshot.money import Price
-from gateway.snapshot.snapshot import Allowance, Budget, Limits
+from gateway.snapshot.snapshot import Allowance, Budget, Limits, Tracing
+from tests.support.collector import collector
 from tests.support.money import price
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
@@ -111,6 +112,19 @@ async def test_an_admitted_request_has_the_budget_that_is_nearly_used(journal: J
         found = [(row.status, row.nearest_limit) for row in rows(journal)]
     of_team_used = [f"{share}% of tokens_per_30d of team research" for share in (93, 125)]
     assert found == [(200, None), (200, None), *((200, each) for each in of_team_used)]
+
+
+@pytest.mark.parametrize("sample", [None, 0.5])
+async def test_a_row_has_the_id_of_an_exported_trace(journal: Journal, sample: float | None) -> None:
+    """The trace ID decides whether a trace is exported. The first one of these is, with a share of 0.5."""
+    ids = ("0af7651916cd43dd0448eb211c80319c", "0af7651916cd43dd8448eb211c80319c")
+    with collector() as collected:
+        tracing = None if sample is None else Tracing(collected.url, sample)
+        async with scripted(_completion) as server, serving([model(server.port)], ledger=Recorder(journal), tracing=tracing) as served:
+            for trace_id in ids:
+                await request_once(served.port, request(chat(), extra=(f"traceparent: 00-{trace_id}-b7ad6b7169203331-01",)))
+            found = [row.trace_id for row in rows(journal)]
+    assert found == [None if sample is None else ids[0], None]
 
 
 async def test_a_stream_is_counted_without_the_clients_request_for_usage(journal: Journal) -> None:
