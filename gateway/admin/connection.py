@@ -7,6 +7,9 @@ connection without a request in progress is closed when a new connection needs i
 from __future__ import annotations
 
 import asyncio
+from fcntl import ioctl
+from struct import Struct
+from termios import TIOCOUTQ
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,6 +21,7 @@ MAX_CONNECTIONS = 256
 """Open connections of one listener. Dashboards, probes and commands need few connections."""
 MAX_HEADERS = 64 * 1024
 """Bytes of a request line with its headers."""
+_COUNT = Struct("i")  # a result of ioctl
 
 
 class AdminConnections:
@@ -100,7 +104,7 @@ class AdminProtocol(HttpToolsProtocol):
 
     def check(self, now: float, clients: Clients) -> None:
         """Close the connection if its timeout has expired."""
-        if unsent := self.transport.get_write_buffer_size():
+        if unsent := self._unsent():
             wait, progress = Wait.READER, -unsent  # grows while the client reads
         else:
             wait, progress = Wait.NOTHING if self.is_busy or self.transport.is_closing() else self._reading, 0
@@ -109,3 +113,13 @@ class AdminProtocol(HttpToolsProtocol):
                 self.transport.abort()
             else:
                 self.transport.close()
+
+    def _unsent(self) -> int:
+        """Return the bytes that the client's kernel has not received.
+
+        Those in the socket's own buffer count too: small events, which a client never reads, fit into it for hours.
+        """
+        if self.transport.is_closing():
+            return self.transport.get_write_buffer_size()
+        (in_kernel,) = _COUNT.unpack(ioctl(self.transport.get_extra_info("socket").fileno(), TIOCOUTQ, bytes(_COUNT.size)))
+        return self.transport.get_write_buffer_size() + int(in_kernel)
