@@ -1,4 +1,4 @@
-"""The ID of a request's trace.
+"""The ID of a request's trace, and the servers that were lost during its stream.
 
 Since: 0.1.0
 """
@@ -13,5 +13,6 @@ down_revision = "0012"
 
 
 def upgrade() -> None:
-    """Add the column."""
+    """Add the columns."""
     op.add_column("gateway_usage", sa.Column("trace_id", sa.String))
+    op.add_column("gateway_usage", sa.Column("continuations", sa.String))
