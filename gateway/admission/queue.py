@@ -406,7 +406,7 @@ class ModelQueue:
             self._metrics.cells("queue_preemptions_total", self._model, self.preemptible[victim])[0] += 1
             victim.preempt()
             if slot.waits:
-                break  # it does not have the slot yet, so another one is not taken for it
+                break  # it does not have the slot yet, so no other request is stopped
 
     def _victim_of(self, class_name: str) -> RunningRequest | None:
         """Return the request that is preempted for one of this class: the latest one, on which the least work is lost."""
@@ -419,13 +419,13 @@ class ModelQueue:
 
     def _with_most_cached(self, now: float, tier: float) -> Flow[QueueSlot]:
         """Return the leaf within the deficit whose first request has the most tokens cached where a slot is free."""
-        leaves = self._waiting.candidates(self._deficit, tier, below_top=self.shares.has_classes)
-        least = leaves[0]
-        if len(leaves) == 1 or now > (slot := least.first).deferred_until:
+        flows = self._waiting.candidates(self._deficit, tier, below_top=self.shares.has_classes)
+        least = flows[0]
+        if len(flows) == 1 or now > (slot := least.first).deferred_until:
             return least
         of_class = least.top.tier
-        cached = [self._pool.cached_tokens(leaf.first.request.prompt, of_class) for leaf in leaves]
-        best = leaves[cached.index(max(cached))]
+        cached = [self._pool.cached_tokens(leaf.first.request.prompt, of_class) for leaf in flows]
+        best = flows[cached.index(max(cached))]
         if best is not least and slot.deferred_until == math.inf:
             slot.deferred_until = now + DEFERRAL * min(self.bounds.wait, slot.latest - now)
             self._metrics.cells("queue_deferred_total", *slot.key_flow.labels)[0] += 1

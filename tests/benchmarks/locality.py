@@ -11,6 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 
 import pytest
@@ -57,7 +58,7 @@ _TICK = 0.25  # seconds, as in a worker
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of traffic. The keys have the ``weights`` in turn. Each has ``talks`` conversations at a time for its weight.
+    """One kind of traffic. The keys have the ``weights`` in rotation. Each has ``talks`` conversations at a time for its weight.
 
     ``by_text``: each key sends the conversations with its own system prompts; otherwise they are dealt out to the keys.
     """
@@ -152,16 +153,19 @@ class FairWorld:
     async def _talk(self, number: int) -> None:
         """Have one conversation after the other."""
         while True:
-            system, turns = self._next_talk(number)
+            system, exchanges = self._next_talk(number)
             prompt = Prompt().then(*system)
-            for turn in turns:
-                if turn.pause:
-                    paused = Signal()
-                    self.clock.call_at(self.clock.now + turn.pause, lambda _, paused=paused: paused.set())
-                    await paused
-                prompt = prompt.then(*turn.prompt)
-                await self._serve(number, Request(prompt, turn.completion, self.clock.now))
-                prompt = prompt.then(turn.completion)
+            for message, completion, pause in map(attrgetter("prompt", "completion", "pause"), exchanges):
+                if pause:
+                    await self._pause(pause)
+                prompt = prompt.then(*message)
+                await self._serve(number, Request(prompt, completion, self.clock.now))
+                prompt = prompt.then(completion)
+
+    async def _pause(self, seconds: float) -> None:
+        paused = Signal()
+        self.clock.call_at(self.clock.now + seconds, lambda _: paused.set())
+        await paused
 
     async def _serve(self, number: int, request: Request) -> None:
         """Queue a request, send it to a server, and count it."""

@@ -112,7 +112,7 @@ class SharedServer(Server):
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether this worker could send it no request even if one of its own ended: others would take the slot."""
+        """Whether this worker could send it no request even if one of its requests ended: other workers would take the slot."""
         return self.shared is not None and not self.shared.allows(self.in_flight_cells[0] - 1)
 
     def take_slot(self) -> bool:

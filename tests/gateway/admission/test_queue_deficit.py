@@ -25,7 +25,7 @@ from upstream.http.inline_task import InlineTask
 
 WAIT = 60.0
 CACHED, OTHER = range(1000, 1040), range(2000, 2040)
-"""The blocks of a prompt that server ``s1`` has cached, and of one that no server has."""
+"""The blocks of a prompt that server ``s1`` has cached, and of a prompt that no server has."""
 
 
 @dataclass
