@@ -100,7 +100,7 @@ pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debi
 	.venv-pictures/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/pictures.lock
 	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
 
-screenshots: $(READY)  ## the pictures of the portal and the console in docs/images; needs Debian's chromium
+screenshots: $(READY)  ## the pictures of the terminal, the portal and the console in docs/images; needs Debian's chromium
 	PYTHONPATH=. $(BIN)/python docs/screenshots.py
 
 fuzz: $(READY)  ## random input for the gateway's parsers: each target for SECONDS=60; TARGETS="config client" for some of them

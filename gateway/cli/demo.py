@@ -77,6 +77,7 @@ def configuration(secrets_of: Mapping[str, str], data: int, admin: int) -> dict[
         "ledger": "sqlite:///usage.db",
         "store": "ledger",
         "audit": {"secret": {"file": _AUDIT}},
+        "log": {"level": "warning"},  # other lines would scroll the addresses away
         "models": [
             _model(CHAT, "demo", {"prompt": 0.5, "completion": 2, "cached": 0.05}, parsers | {"max-model-len": 32768}),
             _model(EMBEDDING, "embedding", {"prompt": 0.02}, {"max-model-len": 8192}) | {"task": "embedding", "capabilities": []},

@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [10.5, 7.2, 6.3, 8.6, 5.9, 8.4, 7.5, 7.3];
+const WIDE = [9.6, 7.2, 6, 8.5, 5.7, 11.1, 6.6, 7.2];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 const NO_STORE = "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:";
@@ -81,6 +81,7 @@ async function showClosest() {
     { title: "Resets in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
     {
       title: "Actions",
+      number: true,
       value: ({ kind, id, holder }) => {
         const buttons = [];
         const button = (text, act, className = "plain") => {

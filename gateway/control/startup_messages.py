@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import PurePath
 
 from rich.console import Console
 from rich.markup import escape
@@ -205,8 +206,13 @@ def _servers(model: Model) -> str:
         return f"discovered by {source_of(model.discover)}"
     if model.split is not None:
         return f"split: {', '.join(f'{name} {weight}' for name, weight in model.split.items())}"
-    launched = [f"{model.launch.replicas} launched ({' '.join(model.launch.command)})"] if model.launch is not None else []
+    launched = [] if model.launch is None else [f"{model.launch.replicas} launched ({_command(model.launch.command)})"]
     return ", ".join([*launched, *(server.url for server in model.servers or ())])
+
+
+def _command(command: Sequence[str]) -> str:
+    program, *arguments = command
+    return " ".join([PurePath(program).name, *arguments])
 
 
 def _reach(listener: socket.socket) -> str:
