@@ -111,18 +111,19 @@ function go(values) {
 }
 start(() => {
   const form = $("audit-filter");
-  if (!may("admin")) {
+  form.hidden = !may("admin");
+  if (form.hidden) {
     $("audit-note").textContent = "The log shows who did what. This page needs the role admin.";
-    return form.remove();
+    return;
   }
-  form.addEventListener("submit", (event) => {
+  form.onsubmit = (event) => {
     event.preventDefault();
     go(Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()])));
-  });
-  $("clear").addEventListener("click", () => go({}));
-  $("more").addEventListener("click", () => load(() => addEntries(address())));
-  $("verify-now").addEventListener("click", verify);
-  $("verify-elsewhere").append(codeBlock("vllm-gateway audit verify"));
-  addEventListener("popstate", () => load(showAddress));
+  };
+  $("clear").onclick = () => go({});
+  $("more").onclick = () => load(() => addEntries(address()));
+  $("verify-now").onclick = verify;
+  $("verify-elsewhere").replaceChildren(codeBlock("vllm-gateway audit verify"));
+  window.onpopstate = () => load(showAddress);
   return showAddress();
 });

@@ -106,7 +106,7 @@ function confirmReload() {
 }
 
 start(() => {
-  $("check").addEventListener("click", () => load(async () => (await show(), toast("The file was read again."))));
-  $("reload").addEventListener("click", () => load(async () => (await show(), confirmReload())));
+  $("check").onclick = () => load(async () => (await show(), toast("The file was read again.")));
+  $("reload").onclick = () => load(async () => (await show(), confirmReload()));
   return refresh(10, show);
 });

@@ -299,11 +299,12 @@ async function showModels() {
 }
 start(() => {
   $("find").value = chosen.get("find") ?? "";
-  $("find").addEventListener("input", () => choose("find", $("find").value));
-  $("models-filter").addEventListener("submit", (event) => event.preventDefault());
+  $("find").oninput = () => choose("find", $("find").value);
+  $("models-filter").onsubmit = (event) => event.preventDefault();
+  $("models-filter").hidden = me.role === null;
   if (me.role === null) {
     $("models-note").textContent = "This page needs the role viewer. Owners of teams do not see models and servers.";
-    return $("models-filter").remove();
+    return;
   }
   return refresh(MODELS_EVERY, showModels);
 });

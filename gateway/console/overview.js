@@ -322,13 +322,13 @@ async function fetchAll() {
 
 start(async () => {
   $("charts").replaceChildren(...cards.map((each) => each.card));
-  $("pause").addEventListener("click", () => {
+  $("pause").onclick = () => {
     paused = !paused;
     $("pause").textContent = paused ? "Resume" : "Pause";
     $("pause").setAttribute("aria-pressed", String(paused));
     if (paused) showAll();
     else load(fetchAll);
-  });
+  };
   await fetchAll();
   follow(
     "/admin/v1/overview/events",

@@ -253,11 +253,11 @@ start(() => {
   }
   for (const name of FIELDS) {
     if (name !== "model" && address.get(name) !== null) $(name).value = address.get(name);
-    $(name).addEventListener("input", () => choose(name, name === "by" && $(name).value === "key" ? "" : $(name).value));
+    $(name).oninput = () => choose(name, name === "by" && $(name).value === "key" ? "" : $(name).value);
   }
   if (!$("by").value) $("by").value = "key";
   if (!$("show").value) $("show").value = "";
-  $("filters").addEventListener("submit", (event) => event.preventDefault());
-  $("csv").addEventListener("click", () => saveCsv(`queue-by-${$("by").value}.csv`, shown.columns, shown.rows));
+  $("filters").onsubmit = (event) => event.preventDefault();
+  $("csv").onclick = () => saveCsv(`queue-by-${$("by").value}.csv`, shown.columns, shown.rows);
   return refresh(QUEUE_EVERY, showQueue);
 });

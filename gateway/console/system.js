@@ -143,8 +143,8 @@ function test() {
 }
 
 start(() => {
-  $("drain").addEventListener("click", () => load(async () => (await show(), drain())));
-  $("test").addEventListener("click", test);
-  $("api").addEventListener("toggle", () => $("api").open && !$("routes").firstChild && load(showRoutes));
+  $("drain").onclick = () => load(async () => (await show(), drain()));
+  $("test").onclick = test;
+  $("api").ontoggle = () => $("api").open && !$("routes").firstChild && load(showRoutes);
   return refresh(5, show);
 });

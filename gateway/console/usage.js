@@ -329,7 +329,7 @@ start(async () => {
   $("filters").hidden = name === "months";
   for (const each of document.querySelectorAll(".of-usage"))
     each.hidden = name !== "usage" || (each.id === "label-field" && $("by").value !== "label");
-  $("month-dialog").addEventListener("close", () => history.replaceState(null, "", `/console/usage${query({ part: "months" })}`));
+  $("month-dialog").onclose = () => history.replaceState(null, "", `/console/usage${query({ part: "months" })}`);
   onFilter(200, () => {
     const values = name === "usage" ? filters() : { days: $("days").value, model: $("model").value, part: name };
     history.replaceState(null, "", location.pathname + query(values));

@@ -66,7 +66,7 @@ async function load(show) {
     await show();
     found();
   } catch (error) {
-    if (error instanceof ApiError && error.status === 401) enter(sessionStorage.getItem(KEY) ? error.message : "");
+    if (error instanceof ApiError && error.status === 401) enter(whyEnded(error));
     else if (error instanceof ApiError) {
       $("lost").textContent = error.message;
       $("lost").hidden = false;
@@ -75,11 +75,19 @@ async function load(show) {
   }
 }
 
+// Why the page cannot be shown any more. A page that was not shown yet needs no reason.
+function whyEnded(error) {
+  if (sessionStorage.getItem(KEY)) return error.message;
+  return $("page").hidden ? "" : "Your session has ended. Sign in again.";
+}
+
 function enter(message) {
   sessionStorage.removeItem(KEY);
   $("page").hidden = $("leave").hidden = true;
   $("enter").hidden = false;
   $("enter-error").textContent = message;
+  for (const link of $("enter").querySelectorAll("a[href^='/sign-in?']"))
+    link.search = new URLSearchParams({ return_to: location.pathname + location.search });
   $("key").value = "";
   $("key").focus();
 }
@@ -92,7 +100,8 @@ function takeFragment() {
   history.replaceState(null, "", location.pathname + location.search);
 }
 
-// Open the page of a person with a key: `path` tells whether the gateway knows the key, and `show` gets its response.
+// Open the page of a person with a key: `path` tells whether the gateway knows the key, and `show` gets its response. The page is entered again
+// after its key or session has ended, so `show` is called more than once. Returns what enters again.
 function enterWith(path, show) {
   takeFragment();
   const open = () =>
@@ -112,6 +121,7 @@ function enterWith(path, show) {
   for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
   if (sessionStorage.getItem(KEY) || document.body.dataset.signsIn) open();
   else enter("");
+  return open;
 }
 
 async function copy(text, button) {
@@ -412,10 +422,12 @@ const field = (label, input, help = "") =>
   el("label", { className: "field" }, el("span", {}, label), input, help ? el("small", { className: "quiet" }, help) : null);
 
 // Show each event of a stream of the gateway. A stream that ends, or is silent because the network is lost, is requested again. While
-// `paused()` is true, events are not shown.
+// `paused()` is true, events are not shown. A later call replaces this one.
 const MOST_SILENT = 30000;
+let following = 0;
 async function follow(path, show, paused = () => false) {
-  for (;;) {
+  const own = ++following;
+  while (own === following) {
     const connection = new AbortController();
     let silence = 0;
     const listen = () => {
@@ -427,11 +439,13 @@ async function follow(path, show, paused = () => false) {
       const response = await checked(await request(path, { headers: { accept: "text/event-stream" }, signal: connection.signal }));
       found();
       for await (const event of events(response)) {
+        if (own !== following) return;
         listen();
         if (!paused()) show(event);
       }
     } catch (error) {
-      if (error instanceof ApiError && error.status === 401) return enter(error.message);
+      if (own !== following) return;
+      if (error instanceof ApiError && error.status === 401) return enter(whyEnded(error));
       if (error instanceof ApiError) $("lost").textContent = error.message;
       else $("lost").textContent = "The gateway does not respond. This page tries again by itself.";
       $("lost").hidden = false;

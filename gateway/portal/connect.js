@@ -38,8 +38,8 @@ start((models) => {
         "Programs",
       ),
     );
-  $("connect-model").addEventListener("change", show);
-  $("connect-test").addEventListener("click", async () => {
+  $("connect-model").onchange = show;
+  $("connect-test").onclick = async () => {
     const begun = performance.now();
     $("connect-result").textContent = "Waiting for a response…";
     try {
@@ -49,6 +49,6 @@ start((models) => {
     } catch (error) {
       $("connect-result").textContent = error.message;
     }
-  });
+  };
   show();
 });

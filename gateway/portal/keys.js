@@ -211,15 +211,16 @@ $("leave").onclick = () => {
   sessionStorage.removeItem(KEY);
   $("leave").hidden = true;
 };
-load(async () => {
-  if (!document.body.dataset.signsIn) {
-    explain("Sign-in is not set up on this gateway, so its operator creates the keys. The other pages work with your key.");
+let isSignedIn = false;
+async function showPage() {
+  const was = isSignedIn;
+  isSignedIn = await showPerson();
+  if (!isSignedIn) {
+    const signIn = el("a", { className: "button primary", href: "/sign-in?return_to=/portal/keys" }, "Sign in");
+    explain(was ? "Your session has ended. " : "", signIn, " to see and create your keys.");
     return;
   }
-  if (!(await showPerson())) {
-    explain(el("a", { className: "button primary", href: "/sign-in?return_to=/portal/keys" }, "Sign in"), " to see and create your keys.");
-    return;
-  }
+  if (was) return;
   const { teams } = await api("/portal/v1/me"),
     open = teams.filter((team) => team.self_service);
   $("create").hidden = !open.length;
@@ -228,4 +229,9 @@ load(async () => {
   if (!open.length) $("keys-note").append(" The operator of the gateway creates the keys of your teams.");
   $("policies").hidden = !teams.length;
   $("policy-list").replaceChildren(...teams.flatMap((team) => [el("dt", {}, team.id), el("dd", {}, policyOf(team))]));
-});
+}
+if (document.body.dataset.signsIn) {
+  load(showPage);
+  // The session may have ended meanwhile, or the person may have signed in again in another tab.
+  window.onfocus = () => load(showPage);
+} else explain("Sign-in is not set up on this gateway, so its operator creates the keys. The other pages work with your key.");

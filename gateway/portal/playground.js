@@ -300,7 +300,7 @@ start((models) => {
   }
   prices = new Map(models.map((one) => [one.id, one.pricing]));
   $("model").replaceChildren(...chats.map((id) => el("option", { selected: id === wanted }, id)));
-  $("other").append(...chats.map((id) => el("option", {}, id)));
+  $("other").replaceChildren(el("option", { value: "" }, "no other model"), ...chats.map((id) => el("option", {}, id)));
   $("parameters").replaceChildren(
     ...PARAMETERS.map(([name, title, min, max, step, usual]) =>
       el("label", {}, title, " ", el("input", { id: `parameter-${name}`, type: "number", min, max, step, placeholder: usual })),

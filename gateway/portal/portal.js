@@ -1,9 +1,10 @@
 // People who have signed in can create keys. A session sends no requests to models: they need a key.
 async function showPerson() {
   const response = document.body.dataset.signsIn ? await request("/sign-in/session") : null;
+  $("account").textContent = "";
+  $("sign-out").hidden = !response?.ok;
   if (!response?.ok) return false;
   $("account").textContent = (await response.json()).name;
-  $("sign-out").hidden = false;
   $("no-key").replaceChildren("No key? ", el("a", { href: "/portal/keys" }, "Create one"), ".");
   return true;
 }

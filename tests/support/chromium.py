@@ -99,6 +99,10 @@ class Chromium:
         """Take the network away from the page, or give it back."""
         self._do(lambda: self._page.context.set_offline(is_offline))
 
+    def set_cookie(self, url: str, name: str, value: str) -> None:
+        """Replace a cookie of the pages of an origin."""
+        self._do(lambda: self._page.context.add_cookies([{"url": url, "name": name, "value": value}]))
+
     def control_clock(self) -> None:
         """Install the clock that ``forward`` moves, for all later pages."""
         self._do(self._page.clock.install)
