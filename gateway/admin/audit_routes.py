@@ -40,6 +40,8 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
             return error_response(str(error), 400)
         try:
             page = await asyncio.to_thread(audit_page, known.where, query)
+        except ValueError as error:
+            return error_response(str(error), 400)
         except OSError as error:
             return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
         return json_response(page)

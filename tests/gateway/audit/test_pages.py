@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 from sqlalchemy.engine import make_url
+from sqlalchemy.event import listen
 
 from gateway.access.actor import Actor
-from gateway.audit.chain import START, Checkpoint, next_line
+from gateway.audit.chain import START, Checkpoint, next_line, read_line
 from gateway.audit.entry import Entry
 from gateway.audit.listing import Filter
 from gateway.audit.log import Where
@@ -99,8 +101,70 @@ def test_a_table_and_waiting_entries_of_several_chains_are_one_list(tmp_path: Pa
     assert found[-10:] == ["b/5", "a/5", "b/4", "a/4", "b/3", "a/3", "b/2", "a/2", "b/1", "a/1"]
 
 
+MANY = 100_000
+
+
+def next_page(where: Where, after: bytes, start: int = 0) -> list[str]:
+    """Return the targets of the page after a line."""
+    line = read_line(after)
+    assert line is not None
+    page = audit_page(where, AuditQuery(Filter(), None, 100, (line.time, line.chain, line.seq, start)))
+    return [entry["target"] for entry in page["entries"]]
+
+
+def test_a_deep_page_of_a_file_reads_no_newer_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page is a call of its own, so what one has read helps no other."""
+    lines = written_chain("a", MANY)
+    where, parsed = file_with(tmp_path, lines), []
+    monkeypatch.setattr("gateway.audit.pages.read_line", lambda data: parsed.append(data) or read_line(data))
+    start = where.file.read_bytes().index(lines[499])
+    before = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+    assert next_page(where, lines[499], start) == targets("a", 499)[:100]
+    after = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+    assert len(parsed) <= 102 and after - before < where.file.stat().st_size // 20
+
+
+def test_a_deep_page_of_a_table_costs_as_much_as_the_first(tmp_path: Path) -> None:
+    """SQLite reports every hundred instructions of its machine."""
+    lines, steps = written_chain("a", MANY), 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    with closing(AuditTable(make_url(f"sqlite:///{tmp_path / 'audit.db'}"))) as table:
+        table.write(lines)
+        where, costs = Where(file_with(tmp_path, []).file, tmp_path, table), []
+        listen(table.engine, "checkout", lambda connection, *_: connection.set_progress_handler(count, 100))
+        for number in (MANY, 500):
+            steps = 0
+            assert next_page(where, lines[number - 1])[:2] == [f"a/{number - 1}", f"a/{number - 2}"]
+            costs.append(steps)
+    assert 0 < costs[1] < 2 * costs[0]
+
+
+def test_a_cursor_of_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    lines = written_chain("a")
+    page = audit_page(file_with(tmp_path, lines), AuditQuery(Filter(), None, 100))
+    for replaced in (lines[:100], lines[1100:]):
+        query = AuditQuery(Filter(), None, 100, position(position_of(page["next_cursor"])))
+        where = file_with(tmp_path, replaced)
+        with pytest.raises(ValueError, match="moved or replaced"):
+            audit_page(where, query)
+
+
 @pytest.mark.parametrize(
-    "text", ["x", "2027-01-31 a", "2027-01-31 a b", "never a 1", "0001-01-01T00:00+14:00 a 1", f"2027-01-31 a {2**63}"]
+    "text",
+    [
+        "x",
+        "2027-01-31 a 1",
+        "2027-01-31 a b 0",
+        "2027-01-31 a 1 x",
+        "2027-01-31 a 1 -1",
+        "never a 1 0",
+        "0001-01-01T00:00+14:00 a 1 0",
+        f"2027-01-31 a {2**63} 0",
+    ],
 )
 def test_a_position_that_no_page_has_named_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="next_cursor of an earlier page"):
