@@ -180,6 +180,13 @@ def _notices_wait(facts: Facts) -> Holding:
             yield notice, f"Notices of {notice} have waited for {seconds / 60:.0f} minutes."
 
 
+def _continuations_fail(facts: Facts) -> Holding:
+    all_of = facts.counts.increase("continuations", HOUR)
+    for model, failed in facts.counts.increase("not_continued", HOUR).items():
+        if failed >= 10 and failed > 0.1 * all_of.get(model, 0.0):
+            yield model, f"{failed:.0f} of {all_of.get(model, 0.0):.0f} lost streams of {model} could not be continued within an hour."
+
+
 def _queue_grows(facts: Facts) -> Holding:
     growth = facts.counts.increase("queued", 600)
     for model, queued in facts.counts.present("queued"):
@@ -231,6 +238,7 @@ RULES: Mapping[str, Rule] = {
     "VllmGatewayBudgetNearlyUsed": Rule("warning", 300, _KEYS, _budget(0.9, "false", _USED)),
     "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
     "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),
+    "VllmGatewayContinuationsFail": Rule("warning", 0, _MODELS, _continuations_fail),
     "VllmGatewayQueueGrows": Rule("warning", 300, _QUEUE, _queue_grows),
     "VllmGatewayStarvation": Rule("warning", 180, "/console/queue?show=waiting", _starvation),
     "VllmGatewayAuthFailures": Rule("warning", 300, "/console/requests", _auth_failures),

@@ -28,6 +28,7 @@ FAMILIES_READ = (
     "inflight_requests",
     "time_to_first_token_seconds",
     "auth_failures_total",
+    "continuations_total",
 )
 """The families of the workers' counters that a sample needs."""
 COLUMNS = ("succeeded", "rejected", "errors", "prompt", "completion", "in_flight", "queued", "first_token_p50", "first_token_p95")
@@ -84,6 +85,9 @@ def sampled(
                 counts["queued", label] += value
         elif each.family == "auth_failures_total":
             counts["auth_failures", label] += value
+        elif each.family == "continuations_total":
+            counts["continuations", label] += value
+            counts["not_continued", label] += value * (each.labels[3] != "continued")
         else:
             for number in range(len(buckets)):
                 buckets[number] += values[number]

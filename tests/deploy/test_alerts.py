@@ -47,6 +47,8 @@ SPOOLED = "vllm_gateway_ledger_spool_rows"
 REQUESTS = 12
 """More than the minimum volume of ten."""
 ONE, BUSY, WRONG, UNREACHABLE, LAUNCHED = "sim/one", "sim/busy", "sim/wrong", "sim/away", "sim/launched"
+LOST: dict[str, Any] = {"model": "sim/lost", "stream": True, "temperature": 0, "simulate": {"cut_after": 3}}
+"""A stream that loses its server, and no other server is up."""
 
 
 def shortened(folder: Path) -> Path:
@@ -97,6 +99,7 @@ def broken(engine: str, other_engine: str, unreachable: str, hook: Receiver, iss
         {"id": BUSY, "servers": [{"url": other_engine, "model": "sim/other"}], "max_inflight": 1},
         {"id": WRONG, "servers": [{"url": other_engine}]},
         {"id": UNREACHABLE, "servers": [{"url": unreachable}]},
+        {"id": LOST["model"], "servers": [{"url": each, "model": "sim/other"} for each in (other_engine, unreachable)]},
     )
     soon = (datetime.now(UTC) + timedelta(days=2)).strftime("%Y-%m-%d")
     config["keys"][0] |= {"team": "research", "expires": soon}
@@ -195,6 +198,7 @@ def test_every_alert_fires_and_resolves(scene: Scene) -> None:
     wait_for(lambda: sum(target["health"] == "up" for target in scene.watching.targets()) >= 4, 60)
     send(one)
     send(one, simulate={"status": 500})  # the series of an error begins with the first one, which `increase` does not see
+    send(one, **LOST)
     wait_for(lambda: one.get("/usage").json()["usage"], 30)
     bypass(scene)
     spend(scene)
@@ -220,6 +224,7 @@ def test_every_alert_fires_and_resolves(scene: Scene) -> None:
         for _ in range(REQUESTS):
             clients.submit(send, one, simulate={"status": 500})
             clients.submit(send, one, stream=True, simulate=slow)
+            clients.submit(send, one, **LOST)
             clients.submit(send, one, BUSY, simulate={"time_to_first_token": 2.4})
         wait_for(lambda: one.metric(f'vllm_gateway_queued_requests{{model="{BUSY}"}}') > REQUESTS / 2)
         clients.submit(send, one, BUSY, NIGHTLY)  # waits until all of them are served

@@ -69,7 +69,7 @@ NEUTRAL = {
                 "Waiting requests, by key"},
     "by status or outcome, with fixed colors": {"Requests by status", "Status", "Incomplete requests", "Starts", "Mirrored requests"},
     "events, each with its own meaning": {"Errors by code", "Failed attempts", "Events in an hour", "Rejected by a limit",
-                                          "Connections closed because of the client", "Fallbacks and splits", "Ledger"},
+                                          "Connections closed because of the client", "Fallbacks and splits", "Ledger", "Continued streams"},
     "depend on the use": {"Duration", "Memory", "Cached prompt tokens", "Prefix cache hits", "End users with their own limits",
                           "Cached prompt tokens, predicted and reported", "Finished and preempted requests", "Unbilled tokens", "Versions",
                           "Share of the service, by class", "Share of the service, by team", "Share of the service, by key"},

@@ -55,6 +55,12 @@ def _broken(bad: str, good: str) -> dict[str, str]:
     }
 
 
+def _continued(failed: str, continued: str) -> dict[str, str]:
+    labels = 'model="m", path="token_ids", cause="moved"'
+    counts = {"failed": failed, "continued": continued}
+    return {f'vllm_gateway_continuations_total{{{labels}, outcome="{outcome}"}}': values for outcome, values in counts.items()}
+
+
 def _late(soon: str, everything: str) -> dict[str, str]:
     name = "vllm_gateway_time_to_first_token_seconds"
     return {f'{name}_bucket{{model="m", le="2.5"}}': soon, f'{name}_count{{model="m"}}': everything}
@@ -208,6 +214,9 @@ CASES = (
          {"notice": "ops"},
          ("ops: notices do not arrive",
           "The oldest has waited for 17m 0s. Users may not know about a budget that is nearly used, or a key that expires.")),
+    Case("VllmGatewayContinuationsFail", _continued("0x9 0+1x40 40x60", "0+1x110"), "35m", "105m", _M,
+         ("m: 41.67% of the lost streams could not be continued",
+          "Their servers failed or were drained within the last hour, and their clients got an error event.")),
     Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
          ("m: the queue grows",
           ("75 requests wait for a server, more than ten minutes ago. First tokens are late, and the queue refuses requests when it is "
@@ -261,6 +270,8 @@ QUIET = {
     "keys that all wait": ("VllmGatewayStarvation", _queue("3x60", "0x60", "0x60")),
     "a key that is served while it waits": ("VllmGatewayStarvation", _queue("3x60", "0+1x60", "0+90x60")),
     "a key whose request runs for long": ("VllmGatewayStarvation", _queue("3x60", "1x60", "0+90x60", "800x60")),
+    "nine streams that were not continued": ("VllmGatewayContinuationsFail", _continued("0x5 9x60", "0x60")),
+    "most streams are continued": ("VllmGatewayContinuationsFail", _continued("0+1x60", "0+20x60")),
     "a short queue": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0x5 0+1x8 9x60"}),
     "two restarts": ("VllmGatewayServerCrashLoop", {'vllm_gateway_server_restarts_total{model="m", server="m#0"}': "5x5 6 7x60"}),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),

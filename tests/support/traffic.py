@@ -71,6 +71,7 @@ class Traffic:
         self.request(model=UNREACHABLE)
         self.request(simulate={"status": 500})
         self.request(stream=True, simulate={"tokens": 30, "cut_after": 3})
+        self.request(stream=True, temperature=0, simulate={"tokens": 30, "cut_after": 3})  # it is lost again on the other server
         self.request(simulate={"cut_before_headers": True})
         for number in range(4):
             self.request(token=LIMITED, user=f"user {number}", simulate={"tokens": 5})

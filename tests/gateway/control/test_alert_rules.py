@@ -46,6 +46,8 @@ QUIET: Mapping[tuple[str, str], float] = {
     ("streams", "m"): 1000,
     ("late", "m"): 5,
     ("queued", "m"): 0,
+    ("continuations", "m"): 100,
+    ("not_continued", "m"): 9,
     ("server_restarts", "s"): 1,
     ("worker_restarts", ""): 1,
     ("ledger_dropped", ""): 0,
@@ -94,6 +96,7 @@ def test_nothing_fires_while_all_is_well() -> None:
         ("BudgetNearlyUsed", {Series("budget_used_ratio", ("k", "day", "false")): 0.9}, {}),
         ("SoftBudgetExceeded", {Series("budget_used_ratio", ("k", "day", "true")): 1.01}, {}),
         ("NoticesWait", {Series("notices_oldest_waiting_seconds", ("mail",)): 901}, {}),
+        ("ContinuationsFail", {}, {("not_continued", "m"): 11}),
         ("QueueGrows", {}, {("queued", "m"): 4}),
         ("AuthFailures", {}, {("auth_failures", "unknown"): 400}),
     ],
@@ -123,6 +126,7 @@ def test_rows_in_memory_are_an_alert_only_while_nothing_stores_them() -> None:
         ({Series("ready_servers", ("m",)): 0, Series("server_out_of_rotation", ("m", "s")): 1}, {}),  # stopped by the gateway itself
         ({Series("dependency_up", ("certificate",)): 0}, {}),  # has its own alert
         ({}, {("requests", "m"): 100, ("failures", "m"): 9}),  # too few for a share to mean something
+        ({}, {("continuations", "m"): 20}),  # too few as well
         ({Series("key_expires_timestamp_seconds", ("k",)): NOW - 1}, {}),  # has expired
     ],
 )
