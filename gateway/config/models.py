@@ -437,7 +437,7 @@ class Model(_Named):
     )
     resume: Literal["exact", "sampled", False] = setting(
         "continue a stream on another server when its server fails or drains: `exact`, if the response stays the same; `sampled`, also "
-        "other responses with `temperature`, whose rest is drawn anew; `false`, never",
+        "other responses with `temperature`, whose rest is drawn again; `false`, never",
         "exact",
     )
     move_after: DurationOrZero = quantity(

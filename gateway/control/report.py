@@ -274,6 +274,7 @@ class GatewayReport:
         return {
             **self._traffic(model.id, series),
             **self._last_choice(model.id),
+            "continuations": _continuations(model.id, series),
             "max_inflight": model.max_inflight,
             "aliases": list(model.aliases),
             "state": status.state.value,
@@ -318,6 +319,7 @@ class GatewayReport:
             "in_flight": int(series.get(Series("server_inflight", labels), (0,))[0]),
             **self._limit(server),
             "ejected_by": int(series.get(Series("server_ejected", labels), (0,))[0]),
+            "scale_out": probe is not None and probe.scale_out,
             "since": max(moments) or None,
             "reason": (status.reason if status else "")
             or control.observer.hung.get(server.name, "")
@@ -354,6 +356,15 @@ def _operated(server: ConfiguredServer, *, is_cordoned: bool, is_held: bool) -> 
     if is_cordoned:
         return f"out of rotation by `cordon`; return it with `vllm-gateway uncordon {server.name}`"
     return f"stopped by an operator; start it with `vllm-gateway start {server.model.id}`" if is_held else ""
+
+
+def _continuations(model: str, series: SeriesValues) -> dict[str, int]:
+    """Return how many streams of a model lost their server and were to be continued, by the outcome."""
+    found: Counter[str] = Counter()
+    for each, values in series.items():
+        if each.family == "continuations_total" and each.labels[0] == model:
+            found[each.labels[3]] += int(values[0])
+    return dict(found)
 
 
 def _split_status(split: conf.Model) -> dict[str, Any]:

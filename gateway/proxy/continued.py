@@ -178,10 +178,10 @@ class _FromTokens(_Rest):
         assert isinstance(stream.record, TokenRecord)
         self._record = stream.record
         self._document = upstream.body.sent_document() or {}
-        self._made = self._kept = len(self._record.ids)
+        self._made = self._resumed_after = len(self._record.ids)
 
     def _costs(self) -> tuple[int, int]:
-        return self._made - self._kept, self._record.prompt_size + self._kept
+        return self._made - self._resumed_after, self._record.prompt_size + self._resumed_after
 
     async def run(self) -> UpstreamError | None:
         if self._record.finish is not None:
@@ -211,7 +211,7 @@ class _FromTokens(_Rest):
 
     async def _by_completion(self, attempt: Attempt) -> None:
         rest = ContinuedCompletion(self._record, self._document, self._limit)
-        self._kept = len(self._record.ids)
+        self._resumed_after = len(self._record.ids)
         response = await self._started(attempt, lambda server: self._upstream.composed(server, rest.body(self._served(server))))
         await self._stream.continue_with(response, partial(self._pass_on, rest, response))
 

@@ -87,6 +87,7 @@ async def test_a_rolling_restart_does_not_wait_for_long_streams_and_cuts_none(tm
         replies = await asyncio.gather(*tasks)
         assert [text_of(reply) for reply in replies] == undisturbed(300, 9)
         assert continued(one, "moved") >= 3, "those of the first server at least"
+        assert one.status(A)["continuations"] == {"continued": continued(one, "moved")}
 
 
 async def test_replicas_that_the_configuration_loses_give_their_streams_away(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ PROMPT = 100
 
 
 def lost(server: str, sent: int, path: str = "token_ids", outcome: str = "continued", **fields: Any) -> Continuation:
-    """Return a continuation after so many tokens that are not made again."""
+    """Return a continuation. ``sent``: the tokens before it that are not made again."""
     return Continuation(server, "disconnected", path, outcome, 0.5, prompt_tokens=PROMPT + sent, **fields)
 
 
