@@ -3,8 +3,8 @@
 Servers group tokens into events by chance, so an event of the second response may contain more than what was sent. It is split there.
 The rest has the IDs of the first response, and continues its sequence numbers.
 
-The rule: nothing of the second response is returned before all that was sent has been found in it. Two checks find a difference: a part
-differs from what was sent, or something new comes while a part of the same choice that was sent is still missing.
+The rule: nothing of the second response is returned until everything that was sent has been found in it. Two checks find a difference: a
+part differs from what was sent, or something new comes while a part of the same choice that was sent is still missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DifferentError(Exception):
     """The second response differs from what the client was sent, or it cannot be compared."""
 
 
-class _Found(Enum):
+class _Outcome(Enum):
     SENT = auto()
     NEW = auto()
     NOTHING = auto()
@@ -89,13 +89,13 @@ class Regeneration:
         parts = list(parts_of(document, self._dialect))
         found = {self._compare(part) for part in parts}
         group = parts[0].key[0] if parts else ALL
-        if _Found.NEW in found:
+        if _Outcome.NEW in found:
             self._check_found(group)
             if group in self._finished:
                 raise DifferentError("more than was sent")
-        elif _Found.SENT in found or self._is_missing(group):
+        elif _Outcome.SENT in found or self._is_missing(group):
             return b""
-        if _Found.SENT in found:
+        if _Outcome.SENT in found:
             _remove_empty_calls(document)
         self._rename(document)
         if "sequence_number" in document:
@@ -106,14 +106,14 @@ class Regeneration:
 
     # The comparison
 
-    def _compare(self, part: Part) -> _Found:
+    def _compare(self, part: Part) -> _Outcome:
         """Find a part in what was sent, and remove that from the event. Raises DifferentError."""
         if isinstance(part, Text):
             return self._compare_text(part)
         if isinstance(part, Entries):
             return self._count(part)
         if part.key not in self._marks:
-            return _Found.NEW
+            return _Outcome.NEW
         value, ids = self._marks[part.key]
         if value != part.value:
             raise DifferentError("another structure")
@@ -122,10 +122,10 @@ class Regeneration:
             holder.pop(name, None)
         return self._note_found(part)
 
-    def _compare_text(self, part: Text) -> _Found:
+    def _compare_text(self, part: Text) -> _Outcome:
         piece = part.holder[part.name].encode()
         if not piece:
-            return _Found.NOTHING
+            return _Outcome.NOTHING
         sent, position = self._texts.get(part.key, b""), self._position.get(part.key, 0)
         end = min(position + len(piece), len(sent))
         size = end - position
@@ -136,14 +136,14 @@ class Regeneration:
             self._note_found(part)
         if size < len(piece):
             part.holder[part.name] = piece[size:].decode()
-            return _Found.NEW
+            return _Outcome.NEW
         if part.name == "text":  # the text of a completion is required
             part.holder[part.name] = ""
         else:
             del part.holder[part.name]
-        return _Found.SENT
+        return _Outcome.SENT
 
-    def _count(self, part: Entries) -> _Found:
+    def _count(self, part: Entries) -> _Outcome:
         left, size = self._counts.get(part.key, 0), len(part.lists[0])
         if left:
             self._counts[part.key] = max(left - size, 0)
@@ -152,12 +152,12 @@ class Regeneration:
         for each in part.lists:
             del each[:left]
         if left < size:
-            return _Found.NEW
-        return _Found.SENT if size else _Found.NOTHING
+            return _Outcome.NEW
+        return _Outcome.SENT if size else _Outcome.NOTHING
 
-    def _note_found(self, part: Part) -> _Found:
+    def _note_found(self, part: Part) -> _Outcome:
         self._missing.get(part.key[0], set()).discard(part.key)
-        return _Found.SENT
+        return _Outcome.SENT
 
     def _is_missing(self, group: int | str) -> bool:
         return any(self._missing.values()) if group == ALL else bool(self._missing.get(group))

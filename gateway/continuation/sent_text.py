@@ -58,17 +58,17 @@ Part = Text | Mark | Entries
 
 
 class SentText:
-    """What the client was sent of one stream.
+    """The parts of one stream that the client was sent.
 
     ``hold`` reserves so many bytes in all, and returns whether they are free. A record without memory is dropped.
     """
 
-    __slots__ = ("_dialect", "_hold", "_room", "_size", "counts", "identity", "is_usable", "marks", "sequence", "texts")
+    __slots__ = ("_dialect", "_hold", "_size", "_unused", "counts", "identity", "is_usable", "marks", "sequence", "texts")
 
     def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
         self._dialect: Dialect = dialect
         self._hold: Callable[[int], bool] = hold
-        self._room: int = 0
+        self._unused: int = 0
         self._size: int = 0
         self.texts: dict[Key, bytearray] = {}
         """The joined pieces of each text, as they are written in JSON."""
@@ -108,8 +108,8 @@ class SentText:
         if not self.is_usable:
             return
         self.sequence += 1
-        self._room -= len(raw)
-        if self._room >= 0 or self._has_room():
+        self._unused -= len(raw)
+        if self._unused >= 0 or self._has_memory():
             self.texts[key].extend(raw)
         else:
             self.drop()
@@ -131,10 +131,10 @@ class SentText:
         self.is_usable = False
         self.texts, self.marks, self.counts = {}, {}, {}
 
-    def _has_room(self) -> bool:
-        more = STEP - self._room
+    def _has_memory(self) -> bool:
+        more = STEP - self._unused
         self._size += more
-        self._room = STEP
+        self._unused = STEP
         return self._size <= LONGEST and self._hold(self._size)
 
     def _note(self, part: Part) -> None:

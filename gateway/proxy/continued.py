@@ -126,12 +126,12 @@ class _Rest:
         attempt.replace(context.attempt)
         try:
             with attempt:
-                await self._relay(attempt)
+                await self._serve(attempt)
         except UpstreamError as error:
             return error
         return None
 
-    async def _relay(self, attempt: Attempt) -> None:
+    async def _serve(self, attempt: Attempt) -> None:
         raise NotImplementedError
 
     def _costs(self) -> tuple[int, int]:
@@ -189,7 +189,7 @@ class _FromTokens(_Rest):
             return None
         return await super().run()
 
-    async def _relay(self, attempt: Attempt) -> None:
+    async def _serve(self, attempt: Attempt) -> None:
         if self._upstream.body.path == CHAT:
             await self._by_chat(attempt)
         else:
@@ -285,7 +285,7 @@ class _Regenerated(_Rest):
     def _costs(self) -> tuple[int, int]:
         return self._sent, self._stream.prompt_tokens
 
-    async def _relay(self, attempt: Attempt) -> None:
+    async def _serve(self, attempt: Attempt) -> None:
         assert isinstance(self._stream.record, SentText)
         second = Regeneration(self._stream.record, self._upstream.request.target.route.dialect)
         response = await self._started(attempt, self._upstream.compose)

@@ -204,7 +204,7 @@ def _named(document: Json) -> bytes:
     return b"event: %b\n%b" % (str(document["type"]).encode(), _data(document))
 
 
-# What a client sees
+# The view of a client
 
 
 def view_of(stream: bytes, dialect: Dialect) -> Any:

@@ -116,15 +116,15 @@ def test_a_second_continuation_continues_the_first_one(server: Server, dice: ran
 def test_another_text_before_the_cut_is_found(server: Server, dice: random.Random, added: bool) -> None:
     events = server.events(dice)
     _, number = cut(events, dice)
-    places = [
+    positions = [
         (index, at)
         for index, count in complete(events, number).items()
         for at, token in enumerate(server.choices[index][:count])
         if token.text or token.name
     ]
-    if not places:
+    if not positions:
         return
-    index, at = dice.choice(places)
+    index, at = dice.choice(positions)
     changed = list(server.choices[index])
     token = changed[at]
     changed[at] = token._replace(text="z" + token.text[not added :]) if token.text else token._replace(name=token.name + "z")

@@ -17,7 +17,7 @@ from upstream.http.sse import data_of, split
 
 
 def noted(events: Sequence[Event], dialect: Dialect, dice: random.Random) -> SentText:
-    """Record a stream. Some events with nothing but a text are recorded as the fast path records them."""
+    """Record a stream. Some events with only a text are recorded as the fast path records them."""
     record = SentText(dialect, lambda _: True)
     for data in (data_of(event) for one in events for event in split(one.data)):
         if not data.startswith(b"{"):
@@ -46,8 +46,8 @@ def raw_text(document: Any, dialect: Dialect) -> bytes:
 
 def test_a_token_takes_at_most_eight_bytes() -> None:
     count = 2000
-    words = ("the", " answer", ",", " is", "\n", ' "quoted"', " and", " so", ".", " it")
-    tokens = [Token("content", words[at % len(words)]) for at in range(count)]
+    pieces = ("the", " answer", ",", " is", "\n", ' "quoted"', " and", " so", ".", " it")
+    tokens = [Token("content", pieces[at % len(pieces)]) for at in range(count)]
     record = noted(Server("A", [tokens], Dialect.CHAT).events(random.Random(1)), Dialect.CHAT, random.Random(1))
     parts = (record.texts, record.marks, record.counts, *record.texts.values())
     assert sum(map(sys.getsizeof, parts)) <= 8 * count

@@ -20,21 +20,21 @@ from tests.support.simulated import simulated
 from tests.support.wire import Reply, chat, request, request_once
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
-ASKED = [{"role": "user", "content": "Compare the weather in Hangzhou and Paris."}]
+MESSAGE_LIST = [{"role": "user", "content": "Compare the weather in Hangzhou and Paris."}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "parameters": PARAMETERS}
 USAGE = {"stream_options": {"include_usage": True}}
 BODIES = {
-    "chat": (CHAT, {"messages": ASKED, "temperature": 0, "logprobs": True, "top_logprobs": 2, **USAGE}),
-    "tools": (CHAT, {"messages": ASKED, "seed": 3, "tools": [{"type": "function", "function": FUNCTION}]}),
-    "choices": (CHAT, {"messages": ASKED, "seed": 3, "n": 3, **USAGE}),
+    "chat": (CHAT, {"messages": MESSAGE_LIST, "temperature": 0, "logprobs": True, "top_logprobs": 2, **USAGE}),
+    "tools": (CHAT, {"messages": MESSAGE_LIST, "seed": 3, "tools": [{"type": "function", "function": FUNCTION}]}),
+    "choices": (CHAT, {"messages": MESSAGE_LIST, "seed": 3, "n": 3, **USAGE}),
     "completion": (COMPLETIONS, {"prompt": "Once", "temperature": 0, "logprobs": 1, "max_tokens": 40}),
-    "message": (MESSAGES, {"messages": ASKED, "temperature": 0, "max_tokens": 60}),
-    "message with tools": (MESSAGES, {"messages": ASKED, "temperature": 0, "max_tokens": 60, "tools": [
+    "message": (MESSAGES, {"messages": MESSAGE_LIST, "temperature": 0, "max_tokens": 60}),
+    "message with tools": (MESSAGES, {"messages": MESSAGE_LIST, "temperature": 0, "max_tokens": 60, "tools": [
         {"name": "weather", "input_schema": PARAMETERS},
     ]}),
-    "response": (RESPONSES, {"input": ASKED, "temperature": 0}),
-    "response with tools": (RESPONSES, {"input": ASKED, "temperature": 0, "tools": [{"type": "function", **FUNCTION}]}),
+    "response": (RESPONSES, {"input": MESSAGE_LIST, "temperature": 0}),
+    "response with tools": (RESPONSES, {"input": MESSAGE_LIST, "temperature": 0, "tools": [{"type": "function", **FUNCTION}]}),
 }  # fmt: skip
 CUTS = 9
 
