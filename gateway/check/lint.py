@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -129,16 +130,16 @@ def _unused_self_service(draft: Draft) -> Iterator[Note]:
 
 
 def _unused_reservations(draft: Draft) -> Iterator[Note]:
-    """Report reserved slots if no class comes after, or if no model has a number of slots."""
+    """Report classes that reserve slots or preempt if no class comes after, or if no model has a number of slots."""
     classes = list(draft.top.each("classes"))
     bounded = any(model.get("max_inflight").value is not None for model in draft.models)
     has_default = any(each.get("id").value == DEFAULT_CLASS for each in classes)
-    for each in classes:
-        reserved = each.get("reserved_slots")
-        if reserved.value is not None and not bounded:
-            yield note(reserved, "has no effect without `max_inflight` of a model")
-        elif reserved.value is not None and has_default and each is classes[-1]:
-            yield note(reserved, "has no effect: no class comes after this one")
+    for each, name in product(classes, ("reserved_slots", "preempts")):
+        setting = each.get(name)
+        if setting.value and not bounded:
+            yield note(setting, "has no effect without `max_inflight` of a model")
+        elif setting.value and has_default and each is classes[-1]:
+            yield note(setting, "has no effect: no class comes after this one")
 
 
 def _valid(section: type[S], entry: ConfigValue) -> S | None:

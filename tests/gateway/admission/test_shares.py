@@ -129,3 +129,10 @@ def dispatched(one: Gateway, count: int) -> list[str] | None:
     waited = [line for line in lines if line.get("queue_reason") == "full"]
     waited.sort(key=lambda line: datetime.fromisoformat(line["time"]).timestamp() + line["queue_ms"] / 1000)
     return [line["key"] for line in waited] if len(waited) == count else None
+
+
+def test_a_class_preempts_those_after_it() -> None:
+    shares = QueueShares((QueueClass("chat", preempts=True), QueueClass("tools"), QueueClass("batch", preempts=True)))
+    pairs = {(one, other) for one in shares.classes for other in shares.classes if shares.may_preempt(one, other)}
+    assert pairs == {("chat", "tools"), ("chat", "batch"), ("chat", "default"), ("batch", "default")}
+    assert not shares.may_preempt("removed", "batch") and not shares.may_preempt("chat", "removed")

@@ -209,8 +209,12 @@ def test_a_policy_without_people_or_a_store(tmp_path: Path, settings: str, missi
             "{id: chat}, {id: default, reserved_slots: 2}",
             "classes[1].reserved_slots: has no effect: no class comes after this one",
         ),
+        ("", "{id: chat, preempts: true}", "classes[0].preempts: has no effect without `max_inflight` of a model"),
+        ("", "{id: chat, preempts: false}", None),
+        ("max_inflight: 4", "{id: chat, preempts: true}", None),
+        ("max_inflight: 4", "{id: default, preempts: true}", "classes[0].preempts: has no effect: no class comes after this one"),
     ],
 )
-def test_reserved_slots_without_effect(tmp_path: Path, model: str, classes: str, message: str | None) -> None:
+def test_reserved_slots_and_preemption_without_effect(tmp_path: Path, model: str, classes: str, message: str | None) -> None:
     text = f"models: [{{id: m, launch: {{}}, {model}}}]\nkeys: [{{id: a, hash: {H1}}}]\nclasses: [{classes}]\n"
     assert notes_on(tmp_path, text) == ([f"gateway.yaml:3: {message}"] if message else [])

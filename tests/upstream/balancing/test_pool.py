@@ -349,3 +349,19 @@ async def test_an_expired_idle_connection_is_closed() -> None:
         assert upstream.open == 1
         one.expire()
         await until(lambda: upstream.open == 0)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "of_later", "tier", "serves"),
+    [(2, 2, 0, True), (3, 3, 0, False), (2, 1, 1, True), (2, 2, 1, False), (2, 2, 5, False)],
+    ids=["full", "above its limit", "in a slot for later ones", "in a reserved slot", "of a tier without a reservation of its own"],
+)
+async def test_a_preemption_helps_only_if_the_request_can_have_the_slot(in_flight: int, of_later: int, tier: int, serves: bool) -> None:
+    server = Server(ServerSpec("s", Address(port=1), "m"), Condition.UP)
+    server.limit = 2
+    server.reserve((1,))
+    for number in range(in_flight):
+        server.start_exchange(int(number < of_later))
+    assert server.would_serve(tier) is serves
+    server.condition = Condition.DOWN
+    assert not server.would_serve(tier)

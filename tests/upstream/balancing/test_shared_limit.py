@@ -167,3 +167,14 @@ def test_without_a_limit_it_is_like_any_other_server() -> None:
     assert (server.in_flight, server.full, server.is_shared) == (1, False, False)
     server.finish_exchange()
     assert server.in_flight == 0
+
+
+@pytest.mark.parametrize(("queued_by_other", "expected"), [(0.0, False), (1.0, True)])
+def test_a_slot_that_would_go_to_another_worker_is_not_worth_a_preemption(queued_by_other: float, expected: bool) -> None:
+    """The first worker has both slots, and the other one none: a slot that it freed would be owed."""
+    workers = Workers(2, 2)
+    server = SharedServer(ServerSpec("s", Address(port=1), "m"), Condition.UP)
+    server.shared, server.in_flight_cells = workers.limits[0], workers.in_flight[0]
+    workers.in_flight[0][0] = 2.0
+    workers.queued[1][0] = queued_by_other
+    assert server.full and server.is_over_limit is expected and server.would_serve(0) is not expected
