@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from random import Random
 from time import monotonic
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -43,10 +45,10 @@ class Metrics:
     has_peers = False
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[str, ...], SharedCells] = {}
+        self.cells_by_name: dict[tuple[str, ...], SharedCells] = {}
 
     def cells(self, *name: str) -> SharedCells:
-        return self._cells.setdefault(name, memoryview(bytearray(8)).cast("d"))
+        return self.cells_by_name.setdefault(name, memoryview(bytearray(8)).cast("d"))
 
     def peer_cells(self, *name: str) -> list[SharedCells]:
         return []
@@ -61,7 +63,7 @@ class Visitor:
         self.preemptions = 0
         self.stopped = False
         self.sent_at = 0.0
-        self.prompt = Prompt(range(1000 * (number % 2), 1000 * (number % 2) + 4), 4 * BLOCK_BYTES)
+        self.prompt = Prompt(range(1000 * (number // 4), 1000 * (number // 4) + 4), 4 * BLOCK_BYTES)
         self.fate = "waits"
         self.finished = Signal()
         self.server: Server | None = None
@@ -143,14 +145,14 @@ class World(RuleBasedStateMachine):
         self.deadlines = Deadlines()
         self.demand: float | None = None
         self.soon: list[Callable[[], None]] = []
-        metrics = Metrics()
-        self.gauge = metrics.cells("queued_requests", "m")
-        self.queues = ModelQueues(self.deadlines, metrics, self._report_demand, self.soon.append)
+        self.metrics = Metrics()
+        self.gauge = self.metrics.cells("queued_requests", "m")
+        self.queues = ModelQueues(self.deadlines, self.metrics, self._report_demand, self.soon.append)
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
         self.pool = pool_of((), "least_busy")
-        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False], 0.0, [False, False])
+        self.reload([1, 1], 4, "cost", [0, 0], [True, False], 1000.0, [True, True])
 
     def _report_demand(self, _: str, since: float | None) -> None:
         self.demand = since
@@ -166,6 +168,8 @@ class World(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def one_comes(self, key: Key) -> None:
         self.visitors.append(Visitor(self, len(self.visitors), key))
+        while self.soon:
+            self.soon.pop(0)()
 
     @precondition(lambda self: self.those("served"))
     @rule(which=st.integers(0, 99))
@@ -233,9 +237,7 @@ class World(RuleBasedStateMachine):
     @rule()
     def the_worker_ticks(self) -> None:
         """A request that may preempt others does not wait while it can."""
-        for function in (*self.soon, self.queues.tick):
-            function()
-        self.soon.clear()
+        self.queues.tick()
         queue = self.queues._queues["m"]
         assert not queue._waiting or queue._victim_of(queue._waiting.next()[0].class_name) is None
 
@@ -281,3 +283,23 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_slot_is_idle_while_requests_are_deferred_and_preempted(seed: int) -> None:
+    """The same rules in overload, where both happen all the time."""
+    draw, world = Random(seed), World()
+    world.reload([2, 4], 20, "cost", [seed % 2, 0], [True, False], 1000.0, [True, True])
+    for step in range(1000):
+        if len(world.those("waits")) < 20 and draw.random() < 0.6:
+            world.one_comes(draw.choice(KEYS))
+        elif world.those("served"):
+            world.one_is_done(draw.randrange(100))
+        if step % 50 == 0:
+            world.the_worker_ticks()
+        world.every_served_request_is_on_a_server()
+        world.no_request_waits_without_reason()
+        world.requests_of_a_key_stay_in_order()
+    assert sum(one.preemptions for one in world.visitors) > 10
+    assert sum(cells[0] for name, cells in world.metrics.cells_by_name.items() if name[0] == "queue_deferred_total") > 0
+    world.teardown()
