@@ -431,12 +431,6 @@ class Attempt:
                 if self.facts.prompt is not None:
                     self.facts.prompt.responded()
                 return response
-            except Preempted:
-                self.tried.clear()
-                if self.facts.prompt is not None and self.facts.prompt.placement is not None:
-                    self.facts.prompt.placement.finished()
-                self._release()
-                raise
             except UpstreamError as error:
                 self._record_failure(server, error)
                 self._release()  # before the check of other servers' slots: this may start queued requests
@@ -471,9 +465,18 @@ class Attempt:
             server.finish_exchange(self.facts.tier)  # this call may start a queued request
 
     def _record_failure(self, server: Server, error: UpstreamError) -> None:
-        if error not in self.failures and not isinstance(error, LocalLimit | Moved):
+        if isinstance(error, Preempted):
+            self._end_preempted()
+        elif error not in self.failures and not isinstance(error, LocalLimit | Moved):
             self.failures.append(error)
             server.record_failure(error)
+
+    def _end_preempted(self) -> None:
+        """Release the slot and everything else, as if the request had not been sent."""
+        self.tried.clear()
+        if self.facts.prompt is not None and self.facts.prompt.placement is not None:
+            self.facts.prompt.placement.finished()
+        self._release()
 
     def _may_retry(self, error: UpstreamError, *, streamed: bool) -> bool:
         if len(self.tried) >= MAX_ATTEMPTS:
