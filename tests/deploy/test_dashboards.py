@@ -9,7 +9,8 @@ import json
 import math
 import re
 import runpy
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from gateway.telemetry.metrics import FAMILIES, PREFIX
+from tests.clients.install import NODE, installed
 from tests.support.process import gateway, wait_for
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.traffic import BAD, MODEL, ON_DEMAND, UNREACHABLE, Traffic, everything
@@ -43,6 +45,38 @@ def test_the_files_are_what_is_built(name: str) -> None:
 
 def test_there_is_no_other_file() -> None:
     assert {file.name for file in FOLDER.glob("*.json")} == set(DASHBOARDS)
+
+
+def type_errors(folder: Path, documents: Mapping[str, str]) -> str:
+    """Return what TypeScript reports about documents that have Grafana's types."""
+    if not installed(NODE / "node_modules", NODE / "package-lock.json"):
+        pytest.skip("Grafana's types are not installed (make clients)")
+    lines = [f'import type {{ File }} from "{Path(__file__).with_name("dashboards")}";']
+    lines += [f"export const file{number}: File = {text}" for number, text in enumerate(documents.values())]
+    (folder / "files.ts").write_text("\n".join(lines))
+    options = ("--noEmit", "--strict", "--skipLibCheck", "--moduleResolution", "bundler", "--module", "esnext")
+    run = subprocess.run([NODE / "node_modules" / ".bin" / "tsc", *options, "files.ts"], cwd=folder, capture_output=True, text=True)
+    return run.stdout
+
+
+def test_the_files_have_the_types_of_grafana(tmp_path: Path) -> None:
+    assert type_errors(tmp_path, {name: (FOLDER / name).read_text() for name in DASHBOARDS}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('"gridPos"', '"gridPosition"'),
+        ('"fillOpacity"', '"fillOpaque"'),
+        ('"palette-classic-by-name"', '"palette-by-name"'),
+        ('"textMode"', '"textStyle"'),
+        ('"schemaVersion": ', '"schemaVersion": "1" + '),
+    ],
+)
+def test_a_mistake_in_a_file_is_found(tmp_path: Path, text: str, wrong: str) -> None:
+    documents = {name: (FOLDER / name).read_text() for name in DASHBOARDS}
+    assert text in "".join(documents.values())
+    assert "files.ts(" in type_errors(tmp_path, {name: each.replace(text, wrong) for name, each in documents.items()})
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
