@@ -49,7 +49,7 @@ def main() -> None:
                 printed += terminal.read(65536)
             (portal, key), (console, token) = re.findall(r"open (\S+)#key=(\S+)", printed.decode())
             with chromium(Path(folder)) as browser:
-                picture_of_terminal(browser, Path(folder) / "terminal.html", printed.decode())
+                terminal_image(browser, Path(folder) / "terminal.html", printed.decode())
                 browser.resize(1280, 800)
                 opened(browser, f"{portal}/playground?model=demo/qwen3#key={key}", "document.querySelector('.column')")
                 browser.evaluate(SEND)
@@ -62,7 +62,7 @@ def main() -> None:
             stop(demo)
 
 
-def picture_of_terminal(browser: Chromium, page: Path, printed: str) -> None:
+def terminal_image(browser: Chromium, page: Path, printed: str) -> None:
     """Write what was printed, with its colors, to a page, and take a picture of it."""
     console = Console(record=True, width=len(printed), file=io.StringIO())
     console.print(Text.from_ansi(printed.replace("\r\n", "\n").strip()), end="")

@@ -48,19 +48,23 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
 
     async def verification(_: Request) -> Response:
         known = configured(log, _NO_AUDIT)
+        from gateway.audit.lines import moved_files
         from gateway.audit.verification import TooLongError, verify_log
 
         if verifying.locked():
             return error_response("the log is being verified for another client; try again later", 503)
         async with verifying:
             try:
-                found = await asyncio.to_thread(verify_log, known.where, [known.key], seconds=seconds)
+                older = await asyncio.to_thread(moved_files, known.where)
+                found = await asyncio.to_thread(verify_log, known.where, [known.key], older=older, seconds=seconds)
             except TooLongError as error:
                 text = f"the first {error.entries:,} entries are intact, and verifying the others takes too long here"
                 return error_response(f"{text}; run `vllm-gateway audit verify`", 503)
             except OSError as error:
                 return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
         chains = [{"chain": each.chain, "entries": each.seq} for each in found.checkpoints]
-        return json_response({"entries": found.entries, "chains": chains, "checkpoints": found.compared, "broken": found.broken})
+        files = [each.name for each in older]
+        shown = {"entries": found.entries, "chains": chains, "checkpoints": found.compared, "moved_files": files, "broken": found.broken}
+        return json_response(shown)
 
     return {AUDIT: listed, VERIFICATION: verification}

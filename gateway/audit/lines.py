@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from errno import EIO
+from functools import cmp_to_key
+from gzip import open as gzip_open
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.audit.chain import read_line
+from gateway.audit.chain import Line, read_line
 
 if TYPE_CHECKING:
     from gateway.audit.log import Where
+
+
+_MOVED = re.compile(r"[.-]\d[\dTZ.:_-]*(\.gz)?")
+"""The text that a rotation appends to the name of a file: a number or a time. A copy with another name is not part of the log."""
+
+
+def moved_files(log: Where) -> list[Path]:
+    """Return the files beside a log that a rotation has moved there, the oldest first. Raises OSError."""
+    if log.table is not None:
+        return []
+    begun: list[tuple[Line, Path]] = []
+    for file in log.file.parent.iterdir():
+        if file.name.startswith(log.file.name) and _MOVED.fullmatch(file.name[len(log.file.name) :]):
+            first = next((read_line(data) for _, data in file_lines(file)), None)
+            if first is not None:
+                begun.append((first, file))
+    return [file for _, file in sorted(begun, key=cmp_to_key(_compared))]
+
+
+def _compared(first: tuple[Line, Path], second: tuple[Line, Path]) -> int:
+    """Compare two files by the first line of each: by number within a chain, otherwise by time, because a clock may have been set back."""
+    one, other = first[0], second[0]
+    return one.seq - other.seq if one.chain == other.chain else 1 if one.time > other.time else -1
 
 
 def log_lines(log: Where, older: Sequence[Path] = ()) -> Iterator[tuple[str, bytes]]:
@@ -25,10 +53,13 @@ def log_lines(log: Where, older: Sequence[Path] = ()) -> Iterator[tuple[str, byt
 
 def file_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the lines of a file. An incomplete line at the end is being written, or was not acknowledged. Raises OSError."""
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.endswith(b"\n"):
-                yield f"{file}:{number}", line[:-1]
+    with gzip_open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        try:
+            for number, line in enumerate(opened, 1):
+                if line.endswith(b"\n"):
+                    yield f"{file}:{number}", line[:-1]
+        except (EOFError, zlib.error):
+            raise OSError(EIO, "it is damaged", str(file)) from None
 
 
 def merged(stored: Iterable[tuple[str, bytes]], waiting: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:

@@ -1,7 +1,7 @@
 """The audit log in pages for a running gateway, the newest entries first.
 
 The rules: a page reads only as much as it needs, from the end of the file or in the order of the table's index, and at most ``most_read``
-lines. A page that has read so many without finding enough entries has fewer, and a cursor. The cursor has the place of the last entry in
+lines. A page that has read so many without finding enough entries has fewer, and a cursor. The cursor has the offset of the last entry in
 the file, so no page reads the entries of the pages before it. Entries are not verified here.
 """
 
@@ -92,7 +92,7 @@ def _order(line: Line) -> tuple[datetime, str, int]:
 
 
 def _newest_first(where: Where, before: Position | None) -> Iterator[tuple[int, Line]]:
-    """Yield the lines before a position, each with its place in the file.
+    """Yield the lines before a position, each with its offset in the file.
 
     The lines of a file are in the order of writing, so a clock that was set back hides none.
     """
@@ -112,7 +112,7 @@ def _newest_first(where: Where, before: Position | None) -> Iterator[tuple[int, 
 
 
 def _from_end(file: Path, before: Position | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole lines of a file before a position, the last one first, each with its place."""
+    """Yield the whole lines of a file before a position, the last one first, each with its offset."""
     with file.open("rb") as opened:
         start, rest = opened.seek(0, SEEK_END), b""
         if before is not None:
@@ -122,17 +122,17 @@ def _from_end(file: Path, before: Position | None) -> Iterator[tuple[int, bytes]
             start -= size
             opened.seek(start)
             first, *others = (opened.read(size) + rest).split(b"\n")
-            place = start + size + len(rest)
+            offset = start + size + len(rest)
             for data in reversed(others):
-                place -= len(data)
-                yield place, data
-                place -= 1
+                offset -= len(data)
+                yield offset, data
+                offset -= 1
             rest = first
         yield 0, rest
 
 
 def _checked(opened: BinaryIO, size: int, position: Position) -> int:
-    """Return the place of an entry in a file of this size. Raises ValueError if another entry is there."""
+    """Return the offset of an entry in a file of this size. Raises ValueError if another entry is there."""
     *order, start = position
     if start < size:
         opened.seek(start)

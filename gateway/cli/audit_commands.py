@@ -70,6 +70,7 @@ def verify(
     the end of the chain with the checkpoint that the gateway has stored. On another machine, --checkpoints shows removed entries at the
     end.
     """
+    from gateway.audit.lines import moved_files
     from gateway.audit.location import key_of
     from gateway.audit.verification import verify_log
 
@@ -81,7 +82,7 @@ def verify(
             logs = [each.read_text(errors="replace") for each in checkpoints or []]
         except (OSError, ValueError) as error:
             return say_error(f"{getattr(error, 'filename', None) or '--secret-file'} cannot be read: {error}", FAILED)
-        result = verify_log(log, keys, logs, older or [])
+        result = verify_log(log, keys, logs, moved_files(log) if older is None else older)
         if result.broken is not None:
             typer.echo(f"broken: {result.broken}")
             return FAILED

@@ -48,7 +48,7 @@ EVENTS_POLICY = "cost"
 """The balance policy that uses KV cache events, and the cached tokens that responses report."""
 MAX_WORKERS = 256
 TRACE_ID = "{trace_id}"
-"""In the address of a trace: the place of its ID."""
+"""Stands for the ID in the address of a trace."""
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}

@@ -85,8 +85,8 @@ async function verify() {
   button.disabled = true;
   show("Verifying the log…");
   try {
-    const { entries, chains, broken } = await api(`${AUDIT}/verification`);
-    const sum = `${plural(entries, "line")}${chains.length > 1 ? ` in ${plural(chains.length, "chain")}` : ""}`;
+    const { entries, chains, moved_files: moved, broken } = await api(`${AUDIT}/verification`);
+    const sum = `${plural(entries, "line")}${chains.length > 1 ? ` in ${plural(chains.length, "chain")}` : ""}${moved.length ? `, with ${plural(moved.length, "rotated file")}` : ""}`;
     show(
       broken
         ? stateMark("failed", `The chain is broken at ${broken.where}: ${broken.why}.`)
@@ -96,7 +96,7 @@ async function verify() {
         { className: "quiet block" },
         "Verified ",
         when(Date.now() / 1000),
-        broken ? ". If the file was rotated, or the secret replaced, verify it with the command below." : ".",
+        broken ? ". If rotated files are in another folder, or the secret was replaced, verify it with the command below." : ".",
       ),
     );
   } catch (error) {

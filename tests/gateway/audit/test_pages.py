@@ -113,7 +113,7 @@ def next_page(where: Where, after: bytes, start: int = 0) -> list[str]:
 
 
 def test_a_deep_page_of_a_file_reads_no_newer_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page is a call of its own, so what one has read helps no other."""
+    """Each page is a separate call, so what one has read helps no other."""
     lines = written_chain("a", MANY)
     where, parsed = file_with(tmp_path, lines), 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ import pytest
 from gateway.access.actor import Actor, Role
 from gateway.audit.chain import START, Checkpoint, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import Entry
+from gateway.audit.lines import moved_files
 from gateway.audit.log import Where
 from gateway.audit.verification import TooLongError, Verified, verify, verify_log
 
@@ -52,6 +54,32 @@ def test_a_verification_ends_after_its_time(tmp_path: Path) -> None:
     with pytest.raises(TooLongError) as error:
         verify_log(log, [KEY], seconds=-1)
     assert error.value.entries == 0
+
+
+def test_the_files_that_a_rotation_has_moved_are_found_in_their_order(tmp_path: Path) -> None:
+    """The names of a rotation by number count backwards. Other files are copies, or something else."""
+    lines, _ = chain(20)
+    other, _ = chain(2, name="b" * 32)
+    log = Where(tmp_path / "audit.jsonl", tmp_path)
+    parts = {".2": lines[4:8], ".10": lines[:4], "-20270131": lines[8:12], "": lines[16:], ".bak": lines[:4], ".1.tmp": other}
+    for name, some in parts.items():
+        (tmp_path / f"audit.jsonl{name}").write_bytes(b"".join(line + b"\n" for line in some))
+    with gzip.open(tmp_path / "audit.jsonl-20270201.gz", "wb") as packed:
+        packed.write(b"".join(line + b"\n" for line in lines[12:16]))
+    (tmp_path / "audit.jsonl.3").write_text("something else\n")
+    found = moved_files(log)
+    assert [file.name.removeprefix("audit.jsonl") for file in found] == [".10", ".2", "-20270131", "-20270201.gz"]
+    verified = verify_log(log, [KEY], older=found)
+    assert (verified.broken, verified.entries) == (None, 20)
+    packed_file = tmp_path / "audit.jsonl-20270201.gz"
+    whole = packed_file.read_bytes()
+    packed_file.write_bytes(whole[:-9])
+    with pytest.raises(OSError, match="it is damaged"):
+        verify_log(log, [KEY], older=found)
+    packed_file.write_bytes(whole)
+    (tmp_path / "audit.jsonl.2").write_bytes(lines[4] + b"\n")
+    changed = verify_log(log, [KEY], older=moved_files(log)).broken
+    assert changed is not None and changed.where.startswith(str(tmp_path / "audit.jsonl-20270131")) and "6 to 8 are missing" in changed.why
 
 
 def test_a_whole_chain_is_verified() -> None:

@@ -103,13 +103,21 @@ def test_the_chain_is_verified_on_the_page_and_the_first_bad_line_is_named(seen:
     seen.wait(f"document.getElementById('verified').textContent.startsWith('Chain intact: {entries} lines.')")
     log = seen.gateway.folder / "audit.jsonl"
     before = log.read_bytes()
+    moved = log.with_name("audit.jsonl.1")
     try:
+        first, *others = before.splitlines(keepends=True)
+        moved.write_bytes(first)
+        log.write_bytes(b"".join(others))
+        seen.browser.evaluate("document.getElementById('verify-now').click()")
+        seen.wait(f"document.getElementById('verified').textContent.startsWith('Chain intact: {entries} lines, with 1 rotated file.')")
+        moved.unlink()
         log.write_bytes(before.replace(b"of-ops", b"of-opz", 1))
         bad = 1 + next(number for number, line in enumerate(log.read_bytes().splitlines()) if b"of-opz" in line)
         seen.browser.evaluate("document.getElementById('verify-now').click()")
         seen.wait("document.getElementById('verified').textContent.startsWith('The chain is broken at ')")
         assert f"audit.jsonl:{bad}" in seen.browser.text() and "HMAC is wrong" in seen.browser.text()
     finally:
+        moved.unlink(missing_ok=True)
         log.write_bytes(before)
     assert call(seen, "GET", "/admin/v1/audit/verification", VIEWER).status_code == 403
     assert call(seen, "GET", "/admin/v1/audit/verification").json()["broken"] is None

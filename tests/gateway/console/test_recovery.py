@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.access.actor import Role
 from gateway.sign_in.browser import Port
 from gateway.sign_in.sessions import new_session
 from tests.gateway.self_service.stage import SESSION_KEY, free_ports, person, session_cookie
@@ -105,7 +106,7 @@ def test_a_token_that_has_expired(seen: Console) -> None:
 
 def use_session(seen: Console, port: Port, *, has_expired: bool = False) -> None:
     """Give the browser the cookie of a session of this port."""
-    session = new_session(person("carol", "lab", role="admin", issuer=""), time.time())
+    session = new_session(person("carol", "lab", role=Role.ADMIN, issuer=""), time.time())
     if has_expired:
         session = replace(session, created=session.created - 90_000, seen=session.seen - 90_000)
     ((name, value),) = session_cookie(session, port).items()
