@@ -197,7 +197,7 @@ function keyActions(key, states, again) {
 function revoke(key, again) {
   confirmAction({
     title: `Revoke ${key.id}`,
-    words: `${capital(useOf(key))}. New requests with the key are refused at once. Requests in flight finish. You can restore the key later.`,
+    words: `${useOf(key)} New requests with the key are refused at once. Requests in flight finish. You can restore the key later.`,
     button: "Revoke the key",
     danger: true,
     command: `vllm-gateway keys revoke ${shellText(key.id)}`,
@@ -208,8 +208,7 @@ function revoke(key, again) {
     },
   });
 }
-const useOf = (key) =>
-  key.last_used ? `${key.id} was last used on ${new Date(key.last_used).toLocaleString("en-US")}` : `${key.id} has no known use`;
+const useOf = (key) => (key.last_used ? `The key was last used ${ago(key.last_used).textContent}.` : "The key has no known use.");
 
 function restore(key, again) {
   confirmAction({

@@ -3,6 +3,9 @@
 const KEY = document.body.dataset.secret;
 const $ = (id) => document.getElementById(id);
 
+// On a narrow screen the titles of the pages scroll sideways.
+document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+
 function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
