@@ -424,6 +424,9 @@ class Model(_Named):
     max_inflight: CountOrAuto | None = setting(
         "maximum concurrent requests on each server; further requests wait in `queue`; `auto`: found from the server's metrics"
     )
+    shared_servers: Flag = setting(
+        "other gateways use the same servers: a number in `max_inflight` is for all of them together, by the servers' metrics", False
+    )
     slo: Slo | None = setting("objectives for the latency of its requests")
     keepalive: Duration | None = setting("interval of SSE comments on an idle stream, so that proxies do not close it")
     defaults: BodyFields = setting("body fields for requests that do not set them", {})
@@ -459,6 +462,11 @@ class Model(_Named):
         """The settings of its balance policy; empty if none is written."""
         settings = getattr(self, f"{self.balance}_policy") if self.balance in _POLICIES_WITH_SETTINGS else None
         return {} if settings is None else asdict(settings)
+
+    @property
+    def max_inflight_follows_load(self) -> bool:
+        """Whether the limit of each server is found from the server's metrics."""
+        return self.max_inflight == "auto" or (self.shared_servers and self.max_inflight is not None)
 
     @property
     def entries(self) -> tuple[Model | Lora, ...]:

@@ -298,8 +298,8 @@ class GatewayReport:
         return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.monitor.rates.rate(model))}
 
     def _limit(self, server: ConfiguredServer) -> dict[str, Any]:
-        """Return the limit of a server whose model has ``max_inflight: auto``, and the reason for it."""
-        if server.model.max_inflight != "auto":
+        """Return the limit of a server if it follows the server's load, and the reason for it."""
+        if not server.model.max_inflight_follows_load:
             return {}
         limit = self._control.auto_limits.limit(server)
         return {"max_inflight": limit.value, "max_inflight_reason": limit.reason}

@@ -69,7 +69,9 @@ def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
 
 
 def limit_bounds(config: Config, model: conf.Model) -> Bounds:
-    """Return the bounds of ``max_inflight: auto``: one request for each worker, and what a launched server runs, with a short queue."""
+    """Return the bounds of a limit that follows the load: a request for each worker; what a launched server runs, with a short queue."""
+    if isinstance(model.max_inflight, int):
+        return Bounds(min(config.server.workers, model.max_inflight), model.max_inflight)
     if model.launch is None:
         return Bounds(config.server.workers)
     given = {flag_of(name): value for name, value in with_preset(model.launch.preset, model.launch.args).items()}

@@ -1,4 +1,4 @@
-"""The limits of the servers of models with ``max_inflight: auto``, with their reasons.
+"""The limits of servers that follow the servers' load, with their reasons: ``max_inflight: auto``, or a number that gateways share.
 
 The rule: a limit changes only by a sample of its server. A server that cannot be sampled keeps its limit, also while it is down.
 """
@@ -14,6 +14,7 @@ from gateway.telemetry.metrics import Series, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
 from upstream.vllm.concurrency import AutoLimit, LoadSample, Objectives, next_limit, unreachable
 from upstream.vllm.engine_counters import EngineMetrics
+from upstream.vllm.server_share import next_part
 
 _COUNTED = ("server_inflight", "queued_requests")
 
@@ -53,13 +54,17 @@ class AutoLimits:
                 for family, labels in zip(_COUNTED, ((model.id, server.name), (model.id,)), strict=True)
             )
             sample = LoadSample(*found, in_flight, queued)
-            self._limits[server.name] = next_limit(limit, sample, limit_bounds(config, model), _objectives(model.slo))
+            bounds = limit_bounds(config, model)
+            is_auto = model.max_inflight == "auto"
+            self._limits[server.name] = (
+                next_limit(limit, sample, bounds, _objectives(model.slo)) if is_auto else next_part(limit, sample, bounds)
+            )
         if self.values() != before:
             self._publish()
 
     @staticmethod
     def _servers(config: Config) -> Iterator[ConfiguredServer]:
-        return (server for server in configured_servers(config) if server.model.max_inflight == "auto")
+        return (server for server in configured_servers(config) if server.model.max_inflight_follows_load)
 
 
 def _objectives(slo: conf.Slo | None) -> Objectives:

@@ -1,4 +1,4 @@
-"""Sample the load of servers whose models are routed by cost, for the placement log, or have ``max_inflight: auto``, for their limits.
+"""Sample the load of servers whose models are routed by cost, for the placement log, or whose limits follow it.
 
 The rules: a server is read once for each interval, and a server that does not respond in time is left out. Nothing is read for other
 models.
@@ -49,7 +49,7 @@ class EngineLoads:
 
     async def _sample_all(self) -> None:
         by_cost = {model.id for model in self._config().models if model.balance == "cost"}
-        limited = {model.id for model in self._config().models if model.max_inflight == "auto"}
+        limited = {model.id for model in self._config().models if model.max_inflight_follows_load}
         engines = self._engines() if by_cost or limited else {}
         counts = Counter(engine.model for engine in engines.values())
         placed = {name for name, engine in engines.items() if engine.model in by_cost and counts[engine.model] > 1}

@@ -27,7 +27,7 @@ class Health(msgspec.Struct, tag=True, frozen=True):
     """control → worker: the condition of each server by name, and the context length and task of each model by ID.
 
     ``expected`` gives, by model ID, when a model that is down may be up, in seconds of the monotonic clock. Requests do not wait for a
-    model that is neither up nor in it. ``number`` grows with each message. ``max_inflight``: of each server for which it is ``auto``.
+    model that is neither up nor in it. ``number`` grows with each message. ``max_inflight``: of each server whose limit follows its load.
     ``scale_out``: the servers that have vLLM's scale-out routes.
     """
 

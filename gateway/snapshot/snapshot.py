@@ -334,7 +334,7 @@ class Model:
     queue: Queue | None = None
     max_inflight: int | None = None
     has_auto_max_inflight: bool = False
-    """``max_inflight`` is the first limit. Control then sends another one for each server, which it finds from the server's load."""
+    """``max_inflight`` is the first limit. Control then sends another one for each server, which follows the server's load."""
     slo: Slo = Slo()
     keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)

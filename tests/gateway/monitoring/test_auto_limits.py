@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import load
-from gateway.fleet.configured_servers import limit_bounds
+from gateway.fleet.configured_servers import configured_servers, limit_bounds
 from gateway.monitoring.auto_limits import AutoLimits
 from gateway.monitoring.engine_loads import EngineLoads
 from gateway.system.tasks import cancel
@@ -47,6 +47,20 @@ def test_the_limits_follow_the_samples_of_their_servers(tmp_path: Path) -> None:
         assert limits.values() == {URLS[1]: START}
         config = written(tmp_path, MODEL, fixed)
         assert limits.values() == dict.fromkeys(URLS, START), "it was forgotten"
+
+
+def test_a_number_for_several_gateways_follows_the_samples(tmp_path: Path) -> None:
+    shared = {"id": "m", "servers": MODEL["servers"][:1], "max_inflight": 80, "shared_servers": True}
+    config = written(tmp_path, shared, workers=2)
+    limits = AutoLimits(lambda: config, (), lambda: None)
+    assert limits.values() == {URLS[0]: START}
+    limits.observe({URLS[0]: (1.0, EngineMetrics(0, 0, 0))})
+    assert limits.values() == {URLS[0]: 80}
+    limits.observe({URLS[0]: (2.0, EngineMetrics(20, 10, 0))})
+    assert limits.values() == {URLS[0]: 50}
+    assert limits.limit(configured_servers(config)[0]).reason == "others have 30 of the 80 slots"
+    config = written(tmp_path, shared | {"shared_servers": False})
+    assert limits.values() == {}
 
 
 def test_the_bounds_are_the_workers_and_what_a_launched_server_runs(tmp_path: Path) -> None:
