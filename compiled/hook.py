@@ -61,6 +61,7 @@ MODULES = (
     "gateway.proxy.fast_path",
     "gateway.proxy.json_body",
     "gateway.proxy.mirror",
+    "gateway.proxy.recorded_chunks",
     "gateway.proxy.request_services",
     "gateway.proxy.response",
     "gateway.proxy.upstream_request",

@@ -106,9 +106,13 @@ class TokenRecord:
 
     def add_shown(self, ids: bytes) -> None:
         """Add the tokens of an event with a text, as they are written in it."""
+        self.add_hidden(ids)
+        self.shown = len(self.ids)
+
+    def add_hidden(self, ids: bytes) -> None:
+        """Add the tokens of an event with an empty text, as they are written in it."""
         if self.is_usable:
             self.add([int(ids)] if ids.find(b",") < 0 else [int(each) for each in ids.split(b",")])
-            self.shown = len(self.ids)
 
     def _may_add(self, count: int) -> bool:
         """Reserve memory for this number of tokens and some more. Returns False for a record that is too long, or without memory."""

@@ -19,7 +19,7 @@ from gateway.api.translation import translate
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.catalog import CatalogEntry
-from gateway.continuation.plan import Path, plan_of
+from gateway.continuation.plan import Path, Plan, plan_of
 from gateway.limits.expected_use import estimate_request
 from gateway.prompts.balancing_facts import balancing_facts
 from gateway.prompts.token_keys import TokenRequest, token_request
@@ -28,7 +28,7 @@ from gateway.proxy.json_body import JsonBody
 from gateway.proxy.mirror import mirrored
 from gateway.proxy.recorded import start_recording
 from gateway.proxy.upstream_request import UpstreamRequest
-from gateway.snapshot.snapshot import Key, Resume
+from gateway.snapshot.snapshot import Key
 from gateway.system.steps import finished
 from gateway.telemetry.body_shape import shape
 from upstream.balancing.policies.policy import NO_FACTS, Fact, RequestFacts
@@ -105,12 +105,7 @@ def _for_model(
     plan = None
     if prepared.stream:
         context.stream = True
-        if model.pool.may_continue and prepared.translation is None and model.model.resume is not Resume.OFF:
-            plan = plan_of(prepared.document, request.target.route.dialect, model.model.resume, scale_out=model.pool.scale_out)
-            if plan is not None:
-                request.body.owner = key.id
-                if plan.path is Path.TOKEN_IDS:
-                    prepared.document["return_token_ids"] = True
+        plan = _plan(prepared, context, key, model) if model.pool.may_continue else None
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
         if counts_tokens and model.model.running_usage:
             prepared = with_running_usage(prepared)
@@ -127,6 +122,19 @@ def _for_model(
         if large:
             yield
     return UpstreamRequest(request, model, name, prepared, facts, tokens, plan)
+
+
+def _plan(prepared: JsonBody, context: RequestContext, key: Key, model: CatalogEntry) -> Plan | None:
+    """Return how the stream of a request would be continued on another server, and request what that needs."""
+    request = context.request
+    if prepared.translation is not None:
+        return None
+    plan = plan_of(prepared.document, request.target.route.dialect, model.model.resume, scale_out=model.pool.scale_out)
+    if plan is not None:
+        request.body.owner = key.id
+        if plan.path is Path.TOKEN_IDS:
+            prepared.document["return_token_ids"] = True
+    return plan
 
 
 def _facts(

@@ -212,7 +212,7 @@ class _FromTokens(_Rest):
     async def _by_completion(self, attempt: Attempt) -> None:
         rest = ContinuedCompletion(self._record, self._document, self._limit)
         self._resumed_after = len(self._record.ids)
-        response = await self._started(attempt, lambda server: self._upstream.composed(server, rest.body(self._served(server))))
+        response = await self._started(attempt, lambda server: self._upstream.compose(server, rest.body(self._served(server))))
         await self._stream.continue_with(response, partial(self._pass_on, rest, response))
 
     def _pass_on(self, rest: ContinuedCompletion, response: UpstreamResponse, data: bytes) -> None:
@@ -233,7 +233,7 @@ class _FromTokens(_Rest):
         rendered = await self._post(server, RENDER, rest.render_body(self._served(server)))
         response = await self._started(
             attempt,
-            lambda server: self._upstream.composed(server, rest.generate_body(rendered, self._served(server)), GENERATE),
+            lambda server: self._upstream.compose(server, rest.generate_body(rendered, self._served(server)), GENERATE),
         )
         assert attempt.server is not None
         request, stream, server = self._context.request, self._stream, attempt.server

@@ -129,7 +129,9 @@ class TemplateLearner:
             text = _value_at(document, path)
             if isinstance(text, str) and text:
                 self._attempts -= 1
-                self.recorded = _recorded(event, document, path, text, shown) or self.recorded
+                if (found := _recorded(event, document, path, text, shown)) is not None:
+                    self.recorded = found
+                    self.template = EventTemplate(found.start, found.end, found.rest, -1, found.start_size, found.end_size)
                 return
 
 

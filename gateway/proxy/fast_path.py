@@ -19,8 +19,6 @@ from time import monotonic
 
 from gateway.api.usage import USAGE_START
 from gateway.client.request import ClientRequest
-from gateway.continuation.sent_text import SentText
-from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import EVENT_END, TEXT, TemplateLearner
 from gateway.proxy.running_usage import RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
@@ -116,64 +114,3 @@ class FastPath:
             data = b"%x\r\n%b\r\n" % (payload, data)
         self._request.bytes_out += payload
         return self._write(data)
-
-
-class RecordedFastPath(FastPath):
-    """The fast path of a stream whose token IDs are recorded, and not sent."""
-
-    __slots__ = ("_record",)
-
-    def record_in(self, record: TokenRecord) -> RecordedFastPath:
-        """Record the tokens of each event here."""
-        self._record: TokenRecord = record
-        return self
-
-    def read(self, data: bytes) -> None:
-        """Record and send a read that is one ordinary chunk. Pass every other read to the general path."""
-        size = len(data)
-        if size >= _MOST or self._held or not self._chunks.between_chunks:
-            return self._general_path(data)
-        line, line_size, payload = _SIZE_LINES[size]
-        start, end, rest, shown, usage, start_size, end_size = self._learner.recorded
-        text_start = line_size + start_size
-        if data[:text_start] != line + start:
-            return self._general_path(data)
-        text = _match_text(data, text_start)
-        if text is None:
-            return self._general_path(data)
-        quote = text.end() - 1
-        behind = quote + end_size
-        found = rest.fullmatch(data, behind)
-        if found is None or data[quote:behind] != end or quote == text_start:
-            return self._general_path(data)
-        self._record.add_shown(found[1])
-        now = self._response.last_byte_at = monotonic()
-        gaps = self._gaps
-        gaps.counts[bisect_left(CHUNK_GAPS, now - gaps.last)] += 1
-        gaps.last = now
-        if usage >= 0 and self._running is not None:
-            self._running.tail = data[found.end(1) + usage + _USAGE_START_SIZE :]
-        data = data[line_size : behind - 1] + shown
-        payload = len(data)
-        self._request.bytes_out += payload
-        return self._write(b"%x\r\n%b\r\n" % (payload, data))
-
-
-class TextRecorder:
-    """Records the texts of the chunks that the fast path sends: pass ``write`` to it."""
-
-    __slots__ = ("_learner", "_record", "_send")
-
-    def __init__(self, record: SentText, learner: TemplateLearner, send: Callable[[bytes], None]) -> None:
-        self._record: SentText = record
-        self._learner: TemplateLearner = learner
-        self._send: Callable[[bytes], None] = send
-
-    def write(self, chunk: bytes) -> None:
-        """Record and send a chunk that has the learner's template."""
-        learner = self._learner
-        start = chunk.find(b"\n") + 1 + learner.template.start_size
-        text = _match_text(chunk, start)
-        if text is not None:
-            self._record.note_text(learner.text, chunk[start : text.end() - 1])
-        self._send(chunk)

@@ -42,7 +42,8 @@ from gateway.continuation.plan import Path
 from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import FastPath, RecordedFastPath, TextRecorder
+from gateway.proxy.fast_path import FastPath
+from gateway.proxy.recorded_chunks import TextRecorder, TokenRecorder
 from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
@@ -484,8 +485,9 @@ class EventRelay(ResponseRelay):
                 held = self._splitter.held
                 if isinstance(self.record, SentText):
                     write = TextRecorder(self.record, self._learner, write).write
-                parts = (self._response, request, self.gaps, held, write, self._learner, self._running)
-                fast_path = RecordedFastPath(*parts).record_in(self.record) if isinstance(self.record, TokenRecord) else FastPath(*parts)
+                elif self.record is not None:
+                    write = TokenRecorder(self.record, self._learner, request, self._running, write).write
+                fast_path = FastPath(self._response, request, self.gaps, held, write, self._learner, self._running)
                 self._response.divert(fast_path.reader)
 
     def _renamed(self, events: bytes) -> bytes:

@@ -118,13 +118,13 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
         most = stated_limit(body.document, output)
         return math.inf if most is None else most * math.prod(choices_and_prompts(body.document))
 
-    def compose(self, server: Server) -> tuple[bytes, bytes]:
-        """Return the headers and the body, or the first part of a body that is uploaded, for one server."""
-        return self.composed(server, self.body.encode(self.model.model.served or server.spec.model))
+    def compose(self, server: Server, content: bytes | None = None, path: str | None = None) -> tuple[bytes, bytes]:
+        """Return the headers and the body, or the first part of a body that is uploaded, for one server.
 
-    def composed(self, server: Server, content: bytes, path: str | None = None) -> tuple[bytes, bytes]:
-        """Return the headers for this body, and the body. ``path``: at the server, if it is not that of the request."""
+        ``content`` and ``path``: of a request for the rest of the response.
+        """
         request, body, trace = self.request, self.body, self.request.trace
+        content = content or body.encode(self.model.model.served or server.spec.model)
         framing = b"content-length: %d\r\n" % len(content) if body.upload is None else b"transfer-encoding: chunked\r\n"
         headers = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
             server.request_head(path or body.path), body.content_type, request.id.encode(), body.headers, framing,
