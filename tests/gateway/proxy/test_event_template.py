@@ -78,6 +78,13 @@ def test_numbers_behind_the_text_may_differ() -> None:
         assert not describes(template, event(other))
 
 
+def test_the_number_of_a_block_behind_the_text_may_not_differ() -> None:
+    document = '{"type":"content_block_delta","delta":{"type":"text_delta","text":"a"},"index":%d}'
+    template = learned(event(document % 1), Dialect.MESSAGES)
+    assert describes(template, event(document % 1))
+    assert not describes(template, event(document % 2))
+
+
 def test_the_hidden_usage_is_the_last_field() -> None:
     shown = event(CHAT % '"a"')
     sent = event((CHAT % '"a"')[:-1] + USAGE % (12, 3) + "}")

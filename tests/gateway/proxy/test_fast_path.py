@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,18 +14,23 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.response_fields import is_ordinary
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from gateway.client.request import ClientRequest
+from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import FastPath
+from gateway.proxy.fast_path import FastPath, TextRecorder
 from gateway.proxy.running_usage import RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
+from tests.gateway.continuation.streams import Server
+from tests.gateway.continuation.test_regeneration import DICE, SERVERS
+from tests.gateway.proxy.test_event_template import describes
 from tests.support.examples import examples
 from tests.support.rows import each_row
 from tests.support.running import model
@@ -358,3 +364,25 @@ def test_the_running_usage_is_left_out_on_the_fast_path() -> None:
     one.learn(shown)
     one.read(frame(EVENT % b"ef"))
     assert one.sent[1:] == [frame(EVENT % b"ef")], "nothing is to be left out"
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(server=SERVERS, dice=DICE)
+def test_both_paths_record_the_same_texts(server: Server, dice: random.Random) -> None:
+    """A chunk that has the template of an earlier event is recorded from its bytes."""
+    general, record = (SentText(server.dialect, lambda _: True) for _ in range(2))
+    learner, sent = TemplateLearner(server.dialect), list[bytes]()
+    recorder = TextRecorder(record, learner, sent.append)
+    for event, _ in server.events(dice):
+        document = orjson.loads(data_of(event)) if event != DONE else {"choices": []}
+        general.take(event, document)
+        if describes(learner.template, event):
+            recorder.write(frame(event))
+            assert sent.pop() == frame(event)
+            continue
+        record.take(event, document)
+        name = record.text_of(document)
+        if is_ordinary(document, server.dialect) and name is not None:
+            learner.learn(event, document, event, name)
+    assert (record.texts, record.marks, record.counts) == (general.texts, general.marks, general.counts)
+    assert server.dialect is not Dialect.RESPONSES or record.sequence == general.sequence
