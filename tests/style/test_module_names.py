@@ -116,6 +116,7 @@ TESTED_BY = {
     "gateway/monitoring/monitor": "gateway/control/test_control",
     "gateway/monitoring/server_observer": "gateway/fleet/test_fleet",
     "gateway/prompts/balancing_facts": "gateway/proxy/test_cost_routing",
+    "gateway/proxy/continued": "gateway/proxy/test_regenerated",
     "gateway/proxy/exchange": "gateway/proxy/test_refusals",
     "gateway/proxy/upstream_request": "gateway/proxy/test_body",
     "gateway/snapshot/snapshot": "gateway/snapshot/test_link",
