@@ -11,10 +11,7 @@ With a deficit, and a policy that knows the servers' caches, the next request is
 become free, among those that the fair queue may serve. This changes the order within a class only, and never leaves a slot empty. A request
 is deferred for at most ``DEFERRAL`` of the time that it may wait.
 
-Preemption: if the next request has to wait, and its class ``preempts``, the latest request of a later class that has sent nothing to its
-client is stopped, and waits again. The rules: its slot goes to the request for which it was stopped. It keeps its time of arrival, so its
-class ages, and neither the size of the queue nor a deadline refuses it. It is charged for its prompt, like the request of a client that
-disconnects. Classes that have aged are not preempted.
+If the next request has to wait, and its class preempts, another one is stopped for it (``preemption``).
 
 Times are in seconds of the monotonic clock, which all processes share.
 """
@@ -27,13 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple, Protocol
 
 from gateway.admission.bookings import RETURN_GRACE, Booking
 from gateway.admission.deadlines import DeadlinePlan
 from gateway.admission.fair_queue import FairQueue, Flow
+from gateway.admission.preemption import Preemptible, RunningRequest, RunningRequests, preempted_for
 from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.admission.shares import QueueShares, RequestFlows
@@ -151,7 +148,7 @@ class ModelQueues:
     ) -> AbstractContextManager[None]:
         """Return the context of a request that may be preempted. It holds the gauge of its model's requests."""
         queue = self._queues.get(model)
-        return gauge if queue is None else PreemptibleRequest(queue, self._shares.class_of(key, lowered_to), attempt, gauge)
+        return gauge if queue is None else Preemptible(queue.running, attempt, self._shares.class_of(key, lowered_to), gauge)
 
     def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
         """Return a slot in a model's queue.
@@ -184,20 +181,6 @@ class ModelQueues:
             queue.close()
 
 
-class RunningRequest(Protocol):
-    """A request that may be preempted (``Attempt``)."""
-
-    @property
-    def sent_at(self) -> float:
-        """When it was sent to its server."""
-
-    def preemptible_for(self, tier: int, /) -> bool:
-        """Return whether it has sent nothing to its client, and a request of this tier could have its slot."""
-
-    def preempt(self) -> None:
-        """Stop it at its server, which frees its slot. It is queued again."""
-
-
 class FlowMetrics(NamedTuple):
     """The cells of a flow: requests that wait, that were dispatched, and their seconds of waiting; their service, ended and in flight."""
 
@@ -223,26 +206,6 @@ class KeyFlow:
     in_flight: float = 0.0
 
 
-class PreemptibleRequest:
-    """A request that may be preempted, from its start to its end. It also holds the gauge of its model's requests."""
-
-    __slots__ = ("_attempt", "_class_name", "_gauge", "_queue")
-
-    def __init__(self, queue: ModelQueue, class_name: str, attempt: RunningRequest, gauge: AbstractContextManager[None]) -> None:
-        self._queue = queue
-        self._class_name = class_name
-        self._attempt = attempt
-        self._gauge = gauge
-
-    def __enter__(self) -> None:
-        self._gauge.__enter__()
-        self._queue.preemptible[self._attempt] = self._class_name
-
-    def __exit__(self, *error: object) -> None:
-        del self._queue.preemptible[self._attempt]
-        self._gauge.__exit__(None, None, None)
-
-
 class ModelQueue:
     """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected.
 
@@ -256,8 +219,7 @@ class ModelQueue:
         self.eta: float | None = None
         self.names: tuple[str, ...] = (model,)
         self.shares = QueueShares()
-        self.preemptible: dict[RunningRequest, str] = {}
-        """The requests that may be preempted, and their classes."""
+        self.running: RunningRequests = {}
         self._slo = Slo()
         self._plan: DeadlinePlan | None = None
         """None until the first request with a deadline."""
@@ -402,20 +364,14 @@ class ModelQueue:
 
     def preempt(self) -> None:
         """Stop requests of later classes, as long as the next request is of a class that preempts."""
-        while self._waiting and (victim := self._victim_of((slot := self._waiting.next()[0]).class_name)) is not None:
-            self._metrics.cells("queue_preemptions_total", self._model, self.preemptible[victim])[0] += 1
-            victim.preempt()
+        while self._waiting and (running := self._preempted_for((slot := self._waiting.next()[0]).class_name)) is not None:
+            self._metrics.cells("queue_preemptions_total", self._model, self.running[running])[0] += 1
+            running.preempt()
             if slot.waits:
                 break  # it does not have the slot yet, so no other request is stopped
 
-    def _victim_of(self, class_name: str) -> RunningRequest | None:
-        """Return the request that is preempted for one of this class: the latest one, on which the least work is lost."""
-        shares, aged = self.shares, self._aged
-        if class_name not in shares.preempting:
-            return None
-        tier = shares.tiers[class_name]
-        of_later = [each for each, other in self.preemptible.items() if other not in aged and shares.may_preempt(class_name, other)]
-        return max((each for each in of_later if each.preemptible_for(tier)), key=attrgetter("sent_at"), default=None)
+    def _preempted_for(self, class_name: str) -> RunningRequest | None:
+        return preempted_for(class_name, self.running, self.shares, self._aged)
 
     def _with_most_cached(self, now: float, tier: float) -> Flow[QueueSlot]:
         """Return the leaf within the deficit whose first request has the most tokens cached where a slot is free."""
@@ -540,7 +496,7 @@ class ModelQueue:
         if (booking := plan.bookings.take(slot.leaf, request.size, now)) is not None:
             slot.has_booking, slot.deadline = True, booking.deadline  # of its first attempt: it comes before later requests of its flow
             return
-        if self._pool.has_capacity() or self._victim_of(class_name) is not None:
+        if self._pool.has_capacity() or self._preempted_for(class_name) is not None:
             return
         own = sum(each.expected for each in slot.leaf.requests if each.deadline <= slot.deadline)
         wait = plan.wait(slot.leaf, own, slot.latest, now)

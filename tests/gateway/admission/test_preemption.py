@@ -188,7 +188,7 @@ async def test_its_prompt_is_charged_and_its_charge_is_settled_once() -> None:
         await finish(slow, served, 1, 0)
         assert [await task for task in tasks] == [200, 200]
         assert of_batch.metrics.service[0] > charged and of_batch.metrics.in_flight[0] == pytest.approx(0.0)
-        assert of_batch.flow.in_flight == 0 and not queue._dispatched and not queue.preemptible
+        assert of_batch.flow.in_flight == 0 and not queue._dispatched and not queue.running
 
 
 async def test_a_preempted_client_that_disconnects_leaves_the_queue() -> None:
@@ -229,24 +229,24 @@ async def test_a_response_that_may_call_tools_is_not_preempted() -> None:
 
 
 def test_a_batch_request_is_complete_recorded_once_and_limited_once(tmp_path: Path) -> None:
-    limited = launched("sim/one", **{"sim-tokens-per-second": "20"}) | {"max_inflight": 1}
+    limited = launched("sim/one", **{"sim-tokens-per-second": "10"}) | {"max_inflight": 1}
     classes = [{"id": "chat", "strict": True, "preempts": True}, {"id": "batch"}]
     keys = [_key("interactive", "chat"), _key("nightly", "batch") | {"limits": {"concurrent": 2, "tokens_per_day": 100_000}}]
     config = configuration(limited, workers=1)
     config |= {"ledger": "sqlite:///usage.db", "classes": classes, "keys": [*config["keys"], *keys]}
     with gateway(tmp_path, config) as one, ThreadPoolExecutor(1) as batch:
         alone = _send(one, "nightly", 12)
-        running = batch.submit(_send, one, "nightly", 60)
+        running = batch.submit(_send, one, "nightly", 80)
         wait_for(lambda: one.metric('vllm_gateway_server_inflight{model="sim/one",server="sim/one#0"}') == 1)
         assert _send(one, "interactive", 2).status_code == 200
         assert not running.done()
         response = running.result()
-        rows = wait_for(lambda: (found := _rows(tmp_path / "usage.db")) and len(found) == 3 and found)
-        line = next(line for line in map(json.loads, one.log.splitlines()) if line.get("queue_reason") == "preempted")
+        rows = wait_for(lambda: found if len(found := _rows(tmp_path / "usage.db")) == 3 else None)
+        line = wait_for(lambda: next((each for each in map(json.loads, one.log.splitlines()) if "preempted" in each.values()), None))
         assert one.metric('vllm_gateway_queue_preemptions_total{class="batch",model="sim/one"}') == 1
-    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 60
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 80
     assert len(response.json()["choices"][0]["message"]["content"]) > len(alone.json()["choices"][0]["message"]["content"])
-    assert [tokens for key, tokens in rows if key == "nightly"] == [12, 60] and line["key"] == "nightly" and "retries" not in line
+    assert [tokens for key, tokens in rows if key == "nightly"] == [12, 80] and line["key"] == "nightly" and "retries" not in line
     used = 100_000 - int(response.headers["x-ratelimit-remaining-tokens-day"])
     assert used == sum(each.json()["usage"]["total_tokens"] for each in (alone, response)), "each is settled once"
 

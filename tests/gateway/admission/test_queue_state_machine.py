@@ -125,7 +125,7 @@ class Visitor:
         self.fate, self.sent_at = "served", monotonic()
         world.served.append(self)
         queue = world.queues._queues["m"]
-        queue.preemptible[self] = world.queues.class_of(self.key, None)[0]
+        queue.running[self] = world.queues.class_of(self.key, None)[0]
         try:
             await self.finished
             self.fate = "waits" if self.stopped else "done"
@@ -133,7 +133,7 @@ class Visitor:
             self.fate = "gone"  # before the end of its exchange, in which a request that waits may take its slot
             raise
         finally:
-            del queue.preemptible[self]
+            del queue.running[self]
             server.finish_exchange(self.tier)
 
 
@@ -239,7 +239,7 @@ class World(RuleBasedStateMachine):
         """A request that may preempt others does not wait while it can."""
         self.queues.tick()
         queue = self.queues._queues["m"]
-        assert not queue._waiting or queue._victim_of(queue._waiting.next()[0].class_name) is None
+        assert not queue._waiting or queue._preempted_for(queue._waiting.next()[0].class_name) is None
 
     @rule()
     def all_timeouts_expire(self) -> None:
