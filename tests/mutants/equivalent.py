@@ -255,6 +255,11 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "return Delivery(status, self.usage)",
                 "return None",
             ): "All subclasses that have a response override it.",
+            (
+                "EventRelay.estimate_prompt",
+                "self.usage is None and self.gaps is not None",
+                "self.usage is None or self.gaps is not None",
+            ): "A shortcut: with a usage, or without an event, the estimate is not used.",
         },
         "gateway/proxy/context.py": {
             ("RequestContext.needs_prompt_count", "return False", "return None"): "Both are false.",
