@@ -142,7 +142,15 @@ _SHOWN = (
 LIMITS = {
     "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
     "gateway/limits/buckets.py": Tested(
-        (f"{_FOLDER}/test_buckets.py", f"{_FOLDER}/test_subjects.py", f"{_FOLDER}/test_user_table.py", _RULES, _EARLIER_USE, *_SESSIONS)
+        (
+            f"{_FOLDER}/test_buckets.py",
+            f"{_FOLDER}/test_subjects.py",
+            f"{_FOLDER}/test_user_table.py",
+            *_some(f"{_FOLDER}/test_user_limits.py", "test_each_user_of_open_webui_has_the_limits"),
+            _RULES,
+            _EARLIER_USE,
+            *_SESSIONS,
+        )
     ),
     "gateway/limits/windows.py": Tested(
         (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
