@@ -25,13 +25,8 @@ _MAX_LENGTH = 512  # bytes of a key
 
 _QUOTED = "The API key is in quotes. Send it without them."
 _PLACEHOLDER = "The API key is a placeholder: it begins with '{}'. Put the key in its place."
-_INVALID_STARTS: Mapping[bytes, str] = {
-    b'"': _QUOTED,
-    b"'": _QUOTED,
-    b"`": _QUOTED,
-    b"$": _PLACEHOLDER.format("$"),
-    b"<": _PLACEHOLDER.format("<"),
-    b"{": _PLACEHOLDER.format("{"),
+_INVALID_STARTS: Mapping[bytes, str] = dict.fromkeys((b'"', b"'", b"`"), _QUOTED) | {
+    mark.encode(): _PLACEHOLDER.format(mark) for mark in "$<{"
 }
 """Characters that no key starts with, and the message for each: such a key is a mistake in a shell or a configuration file."""
 

@@ -42,10 +42,10 @@ class MirroredRequest(UpstreamRequest, frozen=True, kw_only=True):
 
     copy: RequestCopy
 
-    def compose(self, server: Server) -> tuple[bytes, bytes]:
-        """Return the headers and the body for one server."""
+    def compose(self, server: Server, content: bytes | None = None, path: str | None = None) -> tuple[bytes, bytes]:
+        """Return the headers and the body for one server, as ``UpstreamRequest`` does."""
         self.copy.start()
-        return UpstreamRequest.compose(self, server)
+        return UpstreamRequest.compose(self, server, content, path)
 
 
 def mirrored(
@@ -66,7 +66,7 @@ def mirrored(
         # The prompt keeps what its own server is expected to do, and a copy uses no reserved slot.
         facts=upstream.facts._replace(prompt=None, tier=mirror.entry.pool.tiers),
     )
-    return MirroredRequest(request, model, upstream.name, body, upstream.facts, copy=copy)
+    return MirroredRequest(request, model, upstream.name, body, upstream.facts, upstream.tokens, upstream.plan, copy=copy)
 
 
 class RequestCopy(msgspec.Struct, eq=False, kw_only=True):

@@ -24,7 +24,8 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import FastPath, TextRecorder
+from gateway.proxy.fast_path import FastPath
+from gateway.proxy.recorded_chunks import TextRecorder
 from gateway.proxy.running_usage import RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
