@@ -184,22 +184,28 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
             context.keepalive = context.keepalive or Keepalive(upstream.request, model.keepalive, worker.deadlines)
-        try:
-            response = await attempt.send(upstream.compose, upstream.body.upload)
-        except (NoServerError, Preempted) as error:
-            response = await _send_from_queue(error, attempt, upstream.compose, upstream, context, key)
-        context.handover = monotonic() - response.last_byte_at
-        if context.keepalive is not None and not is_stream(response):
-            context.keepalive.end()
-        if not 200 <= response.status < 300:
-            raise await _server_error(response, upstream, context)
-        context.response_relay = response_relay = choose_relay(response, upstream)
-        if isinstance(response_relay, EventRelay):
-            if isinstance(upstream.body, FormBody):
-                context.stream = True  # a form says so somewhere behind its model
-            if worker.ledger is not None:
-                worker.ledger.watch(upstream.request.id, response_relay)
-        await response_relay.run()
+        while True:
+            try:
+                response = await attempt.send(upstream.compose, upstream.body.upload)
+            except (NoServerError, Preempted) as error:
+                response = await _send_from_queue(error, attempt, upstream.compose, upstream, context, key)
+            context.handover = monotonic() - response.last_byte_at
+            if context.keepalive is not None and not is_stream(response):
+                context.keepalive.end()
+            if not 200 <= response.status < 300:
+                raise await _server_error(response, upstream, context)
+            context.response_relay = response_relay = choose_relay(response, upstream)
+            if isinstance(response_relay, EventRelay):
+                if isinstance(upstream.body, FormBody):
+                    context.stream = True  # a form says so somewhere behind its model
+                if worker.ledger is not None:
+                    worker.ledger.watch(upstream.request.id, response_relay)
+            try:
+                return await response_relay.run()
+            except UpstreamError as error:
+                # A server that was lost before the client got anything: another one gets the request, once.
+                if context.request.response_started or not attempt.may_resend(error, streamed=upstream.body.upload is not None):
+                    raise
 
 
 async def _continue(error: BaseException, upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:

@@ -432,9 +432,7 @@ class Attempt:
                     self.facts.prompt.responded()
                 return response
             except UpstreamError as error:
-                self._record_failure(server, error)
-                self._release()  # before the check of other servers' slots: this may start queued requests
-                if not self._may_retry(error, streamed=upload is not None):
+                if not self.may_resend(error, streamed=upload is not None):
                     raise
 
     def _start(self, server: Server, connection: Connection, compose: Compose, *, more: bool) -> UpstreamResponse:
@@ -477,6 +475,16 @@ class Attempt:
         if self.facts.prompt is not None and self.facts.prompt.placement is not None:
             self.facts.prompt.placement.finished()
         self._release()
+
+    def may_resend(self, error: UpstreamError, *, streamed: bool) -> bool:
+        """Record a failure, release its server, and return whether the request may be sent again. Nothing was sent to the client so far.
+
+        ``streamed``: a part of the request was uploaded, and is lost.
+        """
+        if self.server is not None:
+            self._record_failure(self.server, error)
+        self._release()  # before the check of other servers' slots: this may start queued requests
+        return self._may_retry(error, streamed=streamed)
 
     def _may_retry(self, error: UpstreamError, *, streamed: bool) -> bool:
         if len(self.tried) >= MAX_ATTEMPTS:
