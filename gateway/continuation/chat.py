@@ -51,6 +51,42 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 _decode_derendered = msgspec.json.Decoder(_Derendered).decode
 
 
+class _Search:
+    """Finds the token with which a reasoning ended, in the last group of tokens that had a text of it.
+
+    A parser shows the text of the group alone, and vLLM counts the tokens up to the mark that ends the reasoning.
+    """
+
+    def __init__(self, state: dict[str, Any], group: list[int], text: str) -> None:
+        self.state = state
+        self._group = group
+        self._text = text
+        self.least, self._most = 1, len(group)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the tokens before the end of the reasoning are known: ``least``."""
+        return self.least >= self._most
+
+    @property
+    def surplus(self) -> int:
+        """The tokens of the group that are not part of the reasoning."""
+        return len(self._group) - self.least
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to derender next."""
+        return self._group[: (self.least + self._most) // 2]
+
+    def narrow(self, text: object) -> None:
+        """Note the text of these tokens."""
+        middle = (self.least + self._most) // 2
+        if text == self._text:
+            self._most = middle
+        else:
+            self.least = middle + 1
+
+
 class ContinuedChat:
     """The rest of one chat.
 
@@ -76,7 +112,9 @@ class ContinuedChat:
         }
         self._pending: list[int] = []
         self._group: list[int] = []
-        self._most: int | None = None  # tokens of the next group, while the end of the reasoning is looked for
+        self._unsure = 0  # tokens without a text since the last one of the reasoning
+        self._thought: _Search | None = None  # the last group with a text of the reasoning
+        self._held: _Derendered | None = None  # what was derendered when the reasoning ended, until its end is found
         self._last = _Choice()
         self.has_ended = False
         """Whether the last event was made."""
@@ -132,20 +170,22 @@ class ContinuedChat:
     @property
     def has_tokens(self) -> bool:
         """Whether there is something to derender."""
-        return not self.has_ended and (bool(self._pending) or self.finish is not None)
+        return not self.has_ended and (bool(self._pending) or self.finish is not None or self._held is not None)
 
     def derender_body(self, model: str) -> bytes:
         """Return the request to ``derender`` for the tokens since the last one.
 
         The last token is left out if it ended the response: with only a tool parser, vLLM would show its text.
         """
-        size = len(self._pending) if self._most is None else self._most
-        self._group, self._pending = self._pending[:size], self._pending[size:]
-        last = _Choice() if self._pending else self._last
-        ended_itself = last.finish_reason == "stop" and last.stop_reason is None
+        state, ids, last = self._state, list[int](), _Choice()
+        if self._held is None:
+            self._group, self._pending, last = self._pending, [], self._last
+            ids = self._group[:-1] if last.finish_reason == "stop" and last.stop_reason is None else self._group
+        elif self._thought is not None:
+            state, ids = self._thought.state, self._thought.tokens
         choice = {
             "index": 0,
-            "token_ids": self._group[:-1] if ended_itself else self._group,
+            "token_ids": ids,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
@@ -154,35 +194,67 @@ class ContinuedChat:
                 "stream": True,
                 "model": model,
                 "generate_chunk": {"request_id": "continued", "choices": [choice]},
-                "stream_state": self._state,
+                "stream_state": state,
                 "prompt_token_ids": self._prompt,
                 "chat_request": {**self._request, "model": model},
             }
         )
 
     def events(self, derendered: bytes) -> bytes:
-        """Return the events for a response of ``derender``. Raises InvalidReplyError."""
+        """Return the events for a response of ``derender``; none while the end of the reasoning is looked for. Raises InvalidReplyError."""
         try:
             reply = _decode_derendered(derendered)
             [choice] = reply.chunk["choices"]
-            delta = {name: value for name, value in choice["delta"].items() if value is not None and value != []}
+            delta = _without_nulls(choice["delta"])
+            finish = choice["finish_reason"]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidReplyError(f"derender: {type(error).__name__}") from error
-        group = self._group
-        if self._reasoning is not None and "reasoning" in delta:
-            if len(group) > 1 and not delta.keys() <= {"role", "reasoning"}:
-                # The reasoning ends in this group. Its tokens are counted, so smaller groups are needed.
-                self._pending, self._most = group + self._pending, len(group) // 2
+        if self._held is not None and self._thought is not None:
+            self._thought.narrow(delta.get("reasoning"))
+            reply = self._held
+        elif self._reasoning is not None:
+            self._count(delta)
+        if self._reasoning is not None and self._thought is not None and (self._held or finish is not None or delta.keys() - _THOUGHT):
+            if not self._thought.is_over:
+                self._held = reply
                 return b""
-            self._reasoning += len(group)
-        elif self._most is not None:
-            self._most = None
+            self._reasoning -= self._thought.surplus
+            self._thought = self._held = None
+        return self._made_of(reply)
+
+    def _count(self, delta: Mapping[str, Any]) -> None:
+        """Count the tokens of the reasoning. Those without a text belong to it if more of it follows."""
+        assert self._reasoning is not None
+        if "reasoning" in delta:
+            self._reasoning += self._unsure + len(self._group)
+            self._unsure = 0
+            self._thought = _Search(self._state, self._group, delta["reasoning"])
+        else:
+            self._unsure += len(self._group)
+
+    def _made_of(self, reply: _Derendered) -> bytes:
+        """Return the events for a group of tokens."""
+        [choice] = reply.chunk["choices"]
+        group = self._group
         self._state, self._made = reply.stream_state, self._made + len(group)
         self.has_ended = self.finish is not None and not self._pending
-        shown: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        shown: dict[str, Any] = {
+            "index": 0,
+            "delta": _without_nulls(choice["delta"]),
+            "logprobs": None,
+            "finish_reason": choice["finish_reason"],
+        }
         if self.has_ended:
             shown["stop_reason"] = choice.get("stop_reason")
         usage = usage_of(len(self._prompt), self._made, self._reasoning)
         running = {"usage": usage} if self._running else {}
         made = event({**self._record.head, "choices": [{**shown, "token_ids": group}], **running})
         return made + closing(self._record.head, usage) if self.has_ended else made
+
+
+_THOUGHT = frozenset({"role", "reasoning"})
+"""The fields of an event while a chat reasons."""
+
+
+def _without_nulls(delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in delta.items() if value is not None and value != []}

@@ -43,6 +43,7 @@ class TokenRecord:
         "_hold",
         "_reserved",
         "call_ids",
+        "counts_reasoning",
         "finish",
         "head",
         "ids",
@@ -70,6 +71,8 @@ class TokenRecord:
         self.prompt_size: int = 0
         self.head: Mapping[str, Any] = {}
         """The first fields of each event: the ID, the time and the model of the response."""
+        self.counts_reasoning: bool = False
+        """Whether the server counts the tokens of the reasoning: it has a parser for it."""
         self.tools_sent: bool = False
         self.call_ids: list[str] = []
         self.finish: str | None = None
@@ -138,7 +141,9 @@ class TokenRecord:
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             self.usage_sent = self.usage_sent or (choices == [] and isinstance(document.get("usage"), dict))
             return event
-        choice = choices[0]
+        choice, usage = choices[0], document.get("usage")
+        if isinstance(usage, dict) and usage.get("completion_tokens_details") is not None:
+            self.counts_reasoning = True
         if not self.head:
             self.head = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
         self._take_prompt(document.get(_PROMPT) or choice.get(_PROMPT))

@@ -205,7 +205,7 @@ class _FromTokens(_Rest):
 
     @property
     def _reasoning(self) -> int | None:
-        return self._stream.reasoning_tokens
+        return self._stream.reasoning_tokens if self._record.counts_reasoning else None
 
     # Completions
 

@@ -108,19 +108,24 @@ def test_a_token_that_is_a_stop_token_of_the_request_has_a_text() -> None:
     assert sent(rest)["generate_chunk"]["choices"][0]["token_ids"] == [3, 4]
 
 
-def test_the_tokens_of_the_reasoning_are_counted_up_to_its_end() -> None:
-    """A group with the end of the reasoning is derendered again in smaller groups."""
+@pytest.mark.parametrize("groups", [[[3, 4, 5, 0, 6]], [[3, 4, 5, 0], [6]], [[3, 0], [4, 0, 0], [5], [0], [0, 6]], [[3, 4, 5, 0, 0, 0, 7]]])
+def test_the_tokens_of_the_reasoning_are_counted_up_to_its_end(groups: list[list[int]]) -> None:
+    """The group in which the reasoning ended is derendered again in parts. Token 0 has no text: a part of a character, or a mark."""
     rest = continued(reasoning=2, running=True)
     rest.generate_body(RENDERED, "m")
-    rest.feed(generated([3, 4, 5, 6]))
-    sizes, shown = list[int](), b""
-    kinds = {3: "reasoning", 4: "reasoning", 5: "reasoning", 6: "content"}
-    while rest.has_tokens:
-        ids = sent(rest)["generate_chunk"]["choices"][0]["token_ids"]
-        sizes.append(len(ids))
-        shown += rest.events(derendered({kinds[number]: "text" for number in ids}))
-    assert sizes == [4, 2, 2, 1, 1]
-    assert orjson.loads(shown.strip().rsplit(b"data: ", 1)[1])["usage"] == usage_of(2, 6, 5)
+    kinds, shown = {3: "reasoning", 4: "reasoning", 5: "reasoning", 6: "content", 7: "tool_calls"}, b""
+    for group in groups:
+        rest.feed(generated(group))
+        while rest.has_tokens:
+            delta: dict[str, Any] = {}
+            for number in sent(rest)["generate_chunk"]["choices"][0]["token_ids"]:
+                if number:
+                    delta[kinds[number]] = delta.get(kinds[number], "") + str(number)
+            shown += rest.events(derendered(delta))
+    made = [number for group in groups for number in group]
+    last = orjson.loads(shown.strip().rsplit(b"data: ", 1)[1])["usage"]
+    assert last == usage_of(2, 2 + len(made), 2 + made.index(5) + 1)
+    assert shown.count(b"data: ") == len(groups)
 
 
 @pytest.mark.parametrize("data", [b"data: {]\n\n", b'data: {"choices":[{"token_ids":["a"]}]}\n\n'])
