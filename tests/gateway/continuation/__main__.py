@@ -1,0 +1,37 @@
+"""Cut many random streams, some of them twice, and compare each with its undisturbed stream.
+
+``python -m tests.gateway.continuation [COUNT]`` prints the number of equal streams and each difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import Counter
+
+from tests.gateway.continuation.stage import MANY_BYTES, REQUESTS, simulators, stage, trial
+
+COUNT = 1000
+
+
+async def compare(count: int) -> int:
+    """Compare so many streams. Returns the number of those that differ."""
+    dice, results, different = random.Random(count), Counter[str](), 0
+    for flags in ((), MANY_BYTES):
+        with simulators(3, *flags) as servers:
+            async with stage(servers) as one:
+                for _ in range(count // 2):
+                    name = dice.choice([*REQUESTS])
+                    try:
+                        outcome = await trial(one, name, dice)
+                        results.update(f"{each.path} {each.outcome}" for each in outcome.record.continuations)
+                    except AssertionError as error:
+                        different += 1
+                        print(f"{name}: {error}", flush=True)
+    print(f"{count - different} of {count} streams are equal; continuations: {dict(results)}")
+    return different
+
+
+if __name__ == "__main__":
+    raise SystemExit(asyncio.run(compare(int(sys.argv[1]) if len(sys.argv) > 1 else COUNT)) > 0)

@@ -1,0 +1,236 @@
+"""Streams through a gateway whose servers are lost at chosen events, compared with the same streams undisturbed.
+
+The servers are simulators in separate processes. A relay before each one disturbs its streams. The rule: a disturbed stream differs
+from the undisturbed one only in what each response draws anew: its ID, its time, the IDs of its calls, and how its tokens are grouped
+into events.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import orjson
+
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import UsageRow, decode, frames
+from gateway.snapshot.link import Health
+from gateway.telemetry.request_record import RequestRecord
+from tests.faults.invariants import unharmed
+from tests.support.cutting_relay import Cut, cutting_relay
+from tests.support.running import Served, key, model, until
+from tests.support.wire import request, request_once
+from tests.upstream.simulator.test_process import Simulated, running
+from upstream.balancing.server import Condition
+from upstream.http.sse import data_of, split
+
+Json = dict[str, Any]
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+PARSERS = ("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+FLAGS = ("--enable-scale-out", "--served-model-name", "tiny", "--sim-tokens-per-second", "0", *PARSERS)
+MANY_BYTES = ("--sim-preface", "你好,世界 🌍🇩🇪 — ", "--sim-tool-calls", "3")
+"""Flags of servers whose responses have multi-byte text and several calls."""
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_at_it", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}},
+}
+PLAIN: Json = {"chat_template_kwargs": {"enable_thinking": False}}
+USAGE: Json = {"stream_options": {"include_usage": True}}
+
+
+def chat(text: str = "Hello", **fields: Any) -> Json:
+    """Return a greedy chat request."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "temperature": 0, "stream": True, **fields}
+
+
+def completion(**fields: Any) -> Json:
+    """Return a greedy completion request."""
+    return {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "stream": True, "max_tokens": 40, **fields}
+
+
+REQUESTS: Mapping[str, tuple[str, Json]] = {
+    "reasoning": (CHAT, chat()),
+    "reasoning, usage": (CHAT, chat("Who are you?", **USAGE)),
+    "no reasoning": (CHAT, chat(**PLAIN)),
+    "a long response": (CHAT, chat("Count.", min_tokens=120, max_tokens=140, **USAGE)),
+    "cut by max_tokens": (CHAT, chat("Why?", max_tokens=16, **USAGE)),
+    "tools": (CHAT, chat(tools=[TOOL], **USAGE)),
+    "tools, no reasoning": (CHAT, chat("Look!", tools=[TOOL], **PLAIN)),
+    "stop": (CHAT, chat("Go on.", stop=["ov"], **PLAIN, **USAGE)),
+    "seed": (CHAT, {**chat("Draw."), "temperature": 1, "seed": 7}),
+    "schema": (CHAT, chat("JSON!", response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {
+        "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}}, **PLAIN)),
+    "completion": (COMPLETIONS, completion()),
+    "completion, usage": (COMPLETIONS, completion(prompt="The end", **USAGE)),
+    "completion of token IDs": (COMPLETIONS, completion(prompt=[65, 66, 67])),
+    "completion, stop": (COMPLETIONS, completion(stop=["ov"])),
+    "message": (MESSAGES, {**chat(), "max_tokens": 60}),
+    "message, tools": (MESSAGES, {**chat(), "max_tokens": 90, "tools": [{"name": "look", "input_schema": TOOL["function"]["parameters"]}]}),  # type: ignore[index]
+    "response": (RESPONSES, {"model": "tiny", "input": "Hello", "temperature": 0, "stream": True}),
+}  # fmt: skip
+"""Greedy and seeded requests: each one's stream is the same on every server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A stream as its client got it, and what the gateway recorded of it."""
+
+    status: int
+    body: bytes
+    record: RequestRecord
+    row: UsageRow
+
+    @property
+    def events(self) -> list[bytes]:
+        return [event for event in split(self.body) if not event.isspace()]
+
+    @property
+    def charged(self) -> tuple[object, ...]:
+        """The tokens of the ledger's row."""
+        return self.row.prompt, self.row.completion, self.row.reasoning, self.row.estimated_by, self.row.status
+
+
+_DRAWN = frozenset(
+    {"id", "created", "created_at", "completed_at", "system_fingerprint", "item_id", "call_id", "sequence_number", "signature"}
+)
+_ORDER = {"reasoning": 1, "content": 2, "tool_calls": 3, "finish_reason": 4, "stop_reason": 5}
+_TEXTS = frozenset({"content", "reasoning", "arguments", "text", "thinking", "partial_json", "delta"})
+
+
+def shown(outcome: Outcome) -> list[Any]:
+    """Return what a client sees: each value without those that are drawn. Texts that follow one another are joined.
+
+    Raises AssertionError for a stream that draws a value twice, or does not end once.
+    """
+    seen: list[Any] = []
+    identities = set()
+    for event in outcome.events:
+        data = data_of(event)
+        if data == b"[DONE]":
+            seen.append("DONE")
+            continue
+        document = orjson.loads(data)
+        if "choices" in document:
+            identities.add((document["id"], document["created"], document["model"], document["object"]))
+            for choice in document.pop("choices"):
+                _add(seen, ("choice", choice.pop("index")), choice)
+            document = {name: value for name, value in document.items() if name not in ("model", "object")}
+        _add(seen, (document.get("type"),), document)
+    assert len(identities) <= 1, "each event has the ID and the time of the response"
+    assert seen.count("DONE") == (outcome.record.endpoint in (CHAT, COMPLETIONS)) and (seen[-1] == "DONE" or "DONE" not in seen)
+    return seen
+
+
+def _add(seen: list[Any], path: tuple[object, ...], value: Any) -> None:
+    """Add each value of a document with its path. A text extends the text before it with the same path; an empty one adds nothing."""
+    if isinstance(value, dict):
+        for name, each in sorted(value.items(), key=lambda item: _ORDER.get(item[0], 0)):  # the fields of an object have no order
+            if name not in _DRAWN and not (name in _TEXTS and each == ""):
+                _add(seen, (*path, name), each)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            _add(seen, (*path, each.get("index", number) if isinstance(each, dict) else number), each)
+    elif seen and path[-1] in _TEXTS and isinstance(value, str) and seen[-1][0] == path:
+        seen[-1] = path, seen[-1][1] + value
+    elif value is not None and path[-1] != "index":
+        seen.append((path, value))
+
+
+@dataclass
+class Stage:
+    """A gateway, the relays before its servers, and its ledger. ``cuts``: of the next streams, whichever server has them."""
+
+    served: Served
+    journal: Journal
+    cuts: deque[Cut | None]
+    undisturbed: dict[str, Outcome] = field(default_factory=dict)
+    _rows: dict[str, list[UsageRow]] = field(default_factory=dict)
+
+    async def expected(self, name: str) -> Outcome:
+        """Run a request without a disturbance, once."""
+        if name not in self.undisturbed:
+            self.undisturbed[name] = await self.run(name)
+            assert (self.undisturbed[name].status, self.undisturbed[name].record.continuations) == (200, ())
+        return self.undisturbed[name]
+
+    async def run(self, name: str, *cuts: Cut | None) -> Outcome:
+        """Run a request. ``cuts``: of its stream, and of the streams that continue it."""
+        path, body = REQUESTS[name]
+        return await self.send(path, body, *cuts)
+
+    async def send(self, path: str, body: Json, *cuts: Cut | None) -> Outcome:
+        """Run a request with this body. Without cuts, several can run at once."""
+        for server in self.served.worker.fleet:
+            server.record_success()  # no server is ejected, whatever the tests before have done
+        self.cuts.extend(cuts)
+        reply = await request_once(self.served.port, request(body, path))
+        identity = reply.headers["x-request-id"]
+        await until(lambda: any(record.id == identity for record in self.served.context.records))
+        self._read_rows()
+        [record] = [record for record in self.served.context.records if record.id == identity]
+        [row] = self._rows.pop(identity)
+        self.cuts.clear()
+        return Outcome(reply.status, reply.body, record, row)
+
+    def _read_rows(self) -> None:
+        reading = self.journal.read()
+        self.journal.release(reading)
+        for payload in frames(reading.data):
+            row = decode(payload)
+            self._rows.setdefault(row.id, []).append(row)
+
+
+@contextmanager
+def simulators(count: int, *flags: str) -> Iterator[list[Simulated]]:
+    """Run equal simulators."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(running(*FLAGS, *flags)) for _ in range(count)]
+
+
+@asynccontextmanager
+async def stage(servers: Sequence[Simulated], **settings: Any) -> AsyncIterator[Stage]:
+    """Run a gateway with a relay before each of these servers. ``settings``: of the model."""
+    cuts: deque[Cut | None] = deque()
+    async with AsyncExitStack() as stack:
+        journal = stack.enter_context(closing(Journal.create("test", 1 << 20, 8)))
+        relays = [await stack.enter_async_context(cutting_relay(server.port, cuts)) for server in servers]
+        named = model(*(relay.port for relay in relays), **settings)
+        served = await stack.enter_async_context(unharmed([named], [key()], ledger=Recorder(journal)))
+        report(served, *[Condition.UP] * len(servers))
+        yield Stage(served, journal, cuts)
+
+
+def report(served: Served, *conditions: Condition) -> None:
+    """Report the servers' conditions to the worker. All of them have vLLM's scale-out routes."""
+    names = [f"tiny#{number}" for number in range(len(conditions))]
+    served.worker.apply_health(Health(dict(zip(names, conditions, strict=True)), {}, scale_out=frozenset(names)))
+
+
+def check(outcome: Outcome, undisturbed: Outcome, *cuts: Cut) -> None:
+    """Check that a client sees no difference, and that the request is charged as without the disturbance."""
+    seen, wanted = shown(outcome), shown(undisturbed)
+    different = next(((one, other) for one, other in zip_longest(seen, wanted) if one != other), None)
+    assert different is None, f"{cuts}: {different[0]} instead of {different[1]}, {outcome.record}"
+    assert outcome.charged == undisturbed.charged, f"{cuts}: {outcome.charged} instead of {undisturbed.charged}"
+    assert (outcome.status, outcome.record.incomplete, outcome.record.code) == (200, None, None)
+
+
+def cut_in(dice: random.Random, events: int) -> Cut:
+    """Return a random cut of a stream: between two events, or in one, with or without a reset."""
+    return Cut(dice.randrange(1, events), dice.choice((0, 0, dice.randrange(1, 60))), resets=dice.random() < 0.5)
+
+
+async def trial(one: Stage, name: str, dice: random.Random) -> Outcome:
+    """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal."""
+    undisturbed = await one.expected(name)
+    count = len(undisturbed.events)
+    cuts = [cut_in(dice, count)] + ([cut_in(dice, count)] if dice.random() < 1 / 3 else [])
+    outcome = await one.run(name, *cuts)
+    check(outcome, undisturbed, *cuts)
+    return outcome

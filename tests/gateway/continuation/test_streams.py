@@ -1,0 +1,142 @@
+"""Streams of lost servers end as if nothing had happened (see ``stage``)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.snapshot.snapshot import Resume
+from tests.gateway.continuation.stage import CHAT, MANY_BYTES, REQUESTS, chat, check, completion, report, shown, simulators, stage, trial
+from tests.support.cutting_relay import Cut
+from tests.support.running import until
+from tests.upstream.simulator.test_process import Simulated
+from upstream.balancing.server import Condition
+from upstream.http.deadlines import Timeouts
+
+TRIALS = 6
+"""Disturbed streams of each request."""
+MIXED = ("reasoning, usage", "tools", "a long response", "completion, usage", "message", "stop")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Simulated]]:
+    with simulators(3) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_stream_that_is_cut_once_or_twice_is_equal(servers: list[Simulated], name: str) -> None:
+    dice = random.Random(name)
+    async with stage(servers) as one:
+        for _ in range(TRIALS):
+            await trial(one, name, dice)
+
+
+async def test_streams_with_multi_byte_text_and_several_calls_are_equal() -> None:
+    with simulators(3, *MANY_BYTES) as servers:
+        async with stage(servers) as one:
+            for name in REQUESTS:
+                dice = random.Random(name)
+                for _ in range(TRIALS // 2):
+                    await trial(one, name, dice)
+
+
+@pytest.mark.parametrize("extra", [0, 20])
+async def test_a_stream_without_an_event_is_requested_again(servers: list[Simulated], extra: int) -> None:
+    async with stage(servers) as one:
+        for name in ("reasoning", "completion", "message", "response"):
+            outcome = await one.run(name, Cut(0, extra))
+            check(outcome, await one.expected(name))
+            assert (outcome.record.retries, outcome.record.continuations) == (1, ())
+
+
+async def test_a_third_loss_ends_the_stream_with_an_error(servers: list[Simulated]) -> None:
+    async with stage(servers) as one:
+        cuts = [Cut(3), Cut(3), Cut(3)]
+        for path, body in (REQUESTS["a long response"], REQUESTS["message"]):
+            outcome = await one.send(path, body, *cuts)
+            assert (outcome.status, outcome.record.incomplete, outcome.record.code) == (200, "upstream", "upstream_disconnected")
+            assert outcome.body.count(b"upstream_disconnected" if path == CHAT else b"event: error") == 1
+            assert len(outcome.record.continuations) == 2
+
+
+async def test_without_another_server_the_stream_ends_as_before(servers: list[Simulated]) -> None:
+    async with stage(servers[:1]) as one:
+        outcome = await one.run("reasoning", Cut(3))
+        assert (outcome.record.code, outcome.body.count(b"data: [DONE]")) == ("upstream_disconnected", 1)
+
+
+@pytest.mark.parametrize("resume", [Resume.OFF, Resume.EXACT])
+async def test_a_sampled_stream_ends_as_before(servers: list[Simulated], resume: Resume) -> None:
+    async with stage(servers, resume=resume) as one:
+        body = chat() if resume is Resume.OFF else {**chat(), "temperature": 1}
+        outcome = await one.send(CHAT, body, Cut(3))
+        assert (outcome.record.code, outcome.record.continuations) == ("upstream_disconnected", ())
+
+
+async def test_a_stream_of_a_silent_server_is_equal(servers: list[Simulated]) -> None:
+    async with stage(servers, timeouts=Timeouts(idle=2.0)) as one:
+        for name in ("tools", "completion"):
+            outcome = await one.run(name, Cut(5, closes=False))
+            check(outcome, await one.expected(name))
+            assert outcome.record.continuations[0].cause == "idle_timeout"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_streams_of_a_server_that_gets_a_signal_are_equal(number: int) -> None:
+    """One of two servers is killed or stopped in the middle of many streams. The other one gets all of them."""
+    with simulators(2, "--sim-tokens-per-second", "60") as servers:
+        processes = {server.port: server.process.pid for server in servers}
+        hit: list[int] = []
+
+        def strike(port: int) -> None:
+            hit.append(processes[port])
+            os.kill(processes[port], number)
+
+        async with stage(servers, timeouts=Timeouts(idle=8.0)) as one:
+            for name in MIXED:
+                await one.expected(name)
+            one.cuts.append(Cut(8, then=strike, closes=number == signal.SIGKILL))
+            names = MIXED * 2
+            try:
+                outcomes = await asyncio.gather(*(one.run(name) for name in names))
+            finally:
+                if number == signal.SIGSTOP:
+                    os.kill(hit[0], signal.SIGCONT)
+            for name, outcome in zip(names, outcomes, strict=True):
+                check(outcome, await one.expected(name))
+            assert sum(bool(outcome.record.continuations) for outcome in outcomes) > 1
+
+
+async def test_streams_of_a_drained_server_are_equal() -> None:
+    with simulators(2, "--sim-tokens-per-second", "40") as servers:
+        async with stage(servers, move_after=0.0) as one:
+            names = ("a long response", "completion", "message")
+            for name in names:
+                await one.expected(name)
+            running = [asyncio.create_task(one.run(name)) for name in names * 2]
+            await until(lambda: sum(len(server.movable) for server in one.served.worker.fleet) == len(running))
+            report(one.served, Condition.OUT_OF_ROTATION, Condition.UP)
+            outcomes = await asyncio.gather(*running)
+            for name, outcome in zip(names * 2, outcomes, strict=True):
+                check(outcome, await one.expected(name))
+            assert {each.cause for outcome in outcomes for each in outcome.record.continuations} == {"moved"}
+            assert not any(outcome.record.failures for outcome in outcomes)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_no_token_of_a_sampled_stream_is_lost_or_repeated(servers: list[Simulated], path: str) -> None:
+    """The other server gets exactly the tokens that the client was sent."""
+    dice = random.Random(path)
+    async with stage(servers, resume=Resume.SAMPLED) as one:
+        for _ in range(10):
+            body = {**(chat() if path == CHAT else completion()), "temperature": 1, "user": str(dice.random())}
+            outcome = await one.send(path, body, Cut(dice.randrange(2, 20)))
+            [continuation] = outcome.record.continuations
+            assert (continuation.outcome, continuation.path, outcome.record.incomplete) == ("continued", "token_ids", None)
+            assert shown(outcome)
