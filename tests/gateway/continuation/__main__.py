@@ -1,6 +1,6 @@
 """Cut many random streams, some of them twice, and compare each with its undisturbed stream.
 
-``python -m tests.gateway.continuation [COUNT]`` prints the number of equal streams and each difference.
+``python -m tests.gateway.continuation [COUNT]`` prints the number of equal streams and each difference. Sampled streams follow.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import random
 import sys
 from collections import Counter
 
-from tests.gateway.continuation.stage import MANY_BYTES, REQUESTS, simulators, stage, trial
+from gateway.snapshot.snapshot import Resume
+from tests.gateway.continuation.stage import CHAT, COMPLETIONS, MANY_BYTES, REQUESTS, sampled_trials, simulators, stage, trial
 
-COUNT = 1000
+COUNT, SAMPLED = 1000, 300
 
 
 async def compare(count: int) -> int:
@@ -29,6 +30,11 @@ async def compare(count: int) -> int:
                     except AssertionError as error:
                         different += 1
                         print(f"{name}: {error}", flush=True)
+    with simulators(2) as servers:
+        async with stage(servers, resume=Resume.SAMPLED) as one:
+            for path in (CHAT, COMPLETIONS):
+                await sampled_trials(one, path, SAMPLED // 2)
+    print(f"{SAMPLED} sampled streams: no token was lost or repeated")
     print(f"{count - different} of {count} streams are equal; continuations: {dict(results)}")
     return different
 

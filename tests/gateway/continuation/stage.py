@@ -27,6 +27,7 @@ from tests.support.cutting_relay import Cut, cutting_relay
 from tests.support.running import Served, key, model, until
 from tests.support.wire import request, request_once
 from tests.upstream.simulator.test_process import Simulated, running
+from tests.vllm.server import Server
 from upstream.balancing.server import Condition
 from upstream.http.sse import data_of, split
 
@@ -194,7 +195,7 @@ def simulators(count: int, *flags: str) -> Iterator[list[Simulated]]:
 
 
 @asynccontextmanager
-async def stage(servers: Sequence[Simulated], **settings: Any) -> AsyncIterator[Stage]:
+async def stage(servers: Sequence[Simulated | Server], **settings: Any) -> AsyncIterator[Stage]:
     """Run a gateway with a relay before each of these servers. ``settings``: of the model."""
     cuts: deque[Cut | None] = deque()
     async with AsyncExitStack() as stack:
@@ -234,3 +235,15 @@ async def trial(one: Stage, name: str, dice: random.Random) -> Outcome:
     outcome = await one.run(name, *cuts)
     check(outcome, undisturbed, *cuts)
     return outcome
+
+
+async def sampled_trials(one: Stage, path: str, count: int) -> None:
+    """Cut so many sampled streams, and check that no token is lost or repeated. The model must have ``resume: sampled``."""
+    for number in range(count):
+        body = {**(chat() if path == CHAT else completion()), "temperature": 1, "user": str(number)}
+        undisturbed = await one.send(path, body)
+        cut = Cut(2 + number * 7 % (len(undisturbed.events) - 4))
+        outcome = await one.send(path, body, cut)
+        check(outcome, undisturbed, cut)
+        [continuation] = outcome.record.continuations
+        assert (continuation.outcome, continuation.path, continuation.sampled) == ("continued", "token_ids", True)

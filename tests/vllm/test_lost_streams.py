@@ -1,0 +1,50 @@
+"""Streams of two real vLLM servers, one of which is lost, are equal to undisturbed ones (see tests/gateway/continuation/stage.py)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.gateway.continuation.stage import CHAT, COMPLETIONS, USAGE, Json, check, cut_in, stage
+from tests.support.cutting_relay import Cut
+from tests.vllm.continuation import CALLS, CHINESE, FLAGS, POINTS, PROMPT
+from tests.vllm.server import NOT_INSTALLED, Server, installed, running
+from upstream.http.deadlines import Timeouts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
+
+STREAM: Json = {"model": "tiny", "stream": True, **USAGE}
+REQUESTS: tuple[tuple[str, Json], ...] = (
+    (CHAT, {**POINTS, **STREAM}),
+    (CHAT, {**CALLS, **STREAM}),
+    (CHAT, {**CHINESE, **STREAM}),
+    (CHAT, {**POINTS, **STREAM, "stop": ["bullet"]}),
+    (COMPLETIONS, {**PROMPT, **STREAM}),
+)
+CUTS = 3
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running("qwen3", flags=FLAGS["qwen3"])) for _ in range(2)]
+
+
+async def test_streams_of_real_servers_are_equal(servers: list[Server]) -> None:
+    dice = random.Random(1)
+    async with stage(servers, timeouts=Timeouts(idle=120)) as one:
+        undisturbed = [await one.send(path, body) for path, body in REQUESTS]
+        for (path, body), whole in zip(REQUESTS, undisturbed, strict=True):
+            for _ in range(CUTS):
+                cut = cut_in(dice, len(whole.events) - 1)
+                check(await one.send(path, body, cut), whole, cut)
+        killed = {server.port: server.pid for server in servers}
+        path, body = REQUESTS[1]
+        cut = Cut(len(undisturbed[1].events) // 2, then=lambda port: os.killpg(killed.pop(port), signal.SIGKILL))
+        check(await one.send(path, body, cut), undisturbed[1], cut)
+        assert len(killed) == 1
