@@ -64,7 +64,7 @@ class _Search:
         self.least, self._most = 1, len(group)
 
     @property
-    def is_over(self) -> bool:
+    def is_found(self) -> bool:
         """Whether the tokens before the end of the reasoning are known: ``least``."""
         return self.least >= self._most
 
@@ -215,7 +215,7 @@ class ContinuedChat:
         elif self._reasoning is not None:
             self._count(delta)
         if self._reasoning is not None and self._thought is not None and (self._held or finish is not None or delta.keys() - _THOUGHT):
-            if not self._thought.is_over:
+            if not self._thought.is_found:
                 self._held = reply
                 return b""
             self._reasoning -= self._thought.surplus

@@ -22,7 +22,7 @@ import psutil
 from gateway.api.routes import Dialect
 from gateway.continuation.token_record import TokenRecord
 from tests.gateway.continuation.stage import CHAT, PLAIN, Json, Stage, chat, simulators, stage
-from tests.support.cutting_relay import Cut
+from tests.support.cutting_proxy import Cut
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.wire import request, request_once
 from tests.upstream.simulator.test_process import Simulated

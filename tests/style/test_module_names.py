@@ -26,6 +26,7 @@ TESTED_BY = {
     "gateway/auth/claims": "gateway/auth/test_jwt",
     "gateway/cli/audit_commands": "gateway/audit/test_gateway",
     "gateway/cli/notices_commands": "gateway/control/test_notices",
+    "gateway/proxy/continued": "gateway/continuation/test_streams",
     "gateway/control/page_responses": "gateway/sign_in/test_gateway",
     "gateway/cli/people_commands": "gateway/admin/test_people_routes",
     "gateway/control/self_service": "gateway/self_service/test_routes",

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.gateway.continuation.stage import CHAT, COMPLETIONS, USAGE, Json, check, cut_in, stage
-from tests.support.cutting_relay import Cut
+from tests.support.cutting_proxy import Cut
 from tests.vllm.continuation import CALLS, CHINESE, FLAGS, POINTS, PROMPT
 from tests.vllm.server import NOT_INSTALLED, Server, installed, running
 from upstream.http.deadlines import Timeouts

@@ -1,7 +1,7 @@
 """Streams through a gateway whose servers are lost at chosen events, compared with the same streams undisturbed.
 
-The servers are simulators in separate processes. A relay before each one disturbs its streams. The rule: a disturbed stream differs
-from the undisturbed one only in what each response draws anew: its ID, its time, the IDs of its calls, and how its tokens are grouped
+The servers are simulators in separate processes. A proxy before each one disturbs its streams. The rule: a disturbed stream differs
+from the undisturbed one only in what each response draws again: its ID, its time, the IDs of its calls, and how its tokens are grouped
 into events.
 """
 
@@ -23,7 +23,7 @@ from gateway.ledger.row import UsageRow, decode, frames
 from gateway.snapshot.link import Health
 from gateway.telemetry.request_record import RequestRecord
 from tests.faults.invariants import unharmed
-from tests.support.cutting_relay import Cut, cutting_relay
+from tests.support.cutting_proxy import Cut, cutting_proxy
 from tests.support.running import Served, key, model, until
 from tests.support.wire import request, request_once
 from tests.upstream.simulator.test_process import Simulated, running
@@ -145,7 +145,7 @@ def _add(seen: list[Any], path: tuple[object, ...], value: Any) -> None:
 
 @dataclass
 class Stage:
-    """A gateway, the relays before its servers, and its ledger. ``cuts``: of the next streams, whichever server has them."""
+    """A gateway, the proxies before its servers, and its ledger. ``cuts``: of the next streams, whichever server has them."""
 
     served: Served
     journal: Journal
@@ -196,12 +196,12 @@ def simulators(count: int, *flags: str) -> Iterator[list[Simulated]]:
 
 @asynccontextmanager
 async def stage(servers: Sequence[Simulated | Server], **settings: Any) -> AsyncIterator[Stage]:
-    """Run a gateway with a relay before each of these servers. ``settings``: of the model."""
+    """Run a gateway with a proxy before each of these servers. ``settings``: of the model."""
     cuts: deque[Cut | None] = deque()
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(closing(Journal.create("test", 1 << 20, 8)))
-        relays = [await stack.enter_async_context(cutting_relay(server.port, cuts)) for server in servers]
-        named = model(*(relay.port for relay in relays), **settings)
+        proxies = [await stack.enter_async_context(cutting_proxy(server.port, cuts)) for server in servers]
+        named = model(*(proxy.port for proxy in proxies), **settings)
         served = await stack.enter_async_context(unharmed([named], [key()], ledger=Recorder(journal)))
         report(served, *[Condition.UP] * len(servers))
         yield Stage(served, journal, cuts)

@@ -24,7 +24,7 @@ from tests.gateway.continuation.stage import (
     stage,
     trial,
 )
-from tests.support.cutting_relay import Cut
+from tests.support.cutting_proxy import Cut
 from tests.support.running import until
 from tests.upstream.simulator.test_process import Simulated
 from upstream.balancing.server import Condition

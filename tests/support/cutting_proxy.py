@@ -1,4 +1,4 @@
-"""A TCP relay before a server, which disturbs streams at chosen bytes.
+"""A TCP proxy before a server, which disturbs streams at chosen bytes.
 
 The rule: a stream is disturbed after a number of events and bytes, not after a time, so a test is the same on every machine.
 """
@@ -30,8 +30,8 @@ class Cut:
 
 
 @dataclass
-class CuttingRelay:
-    """The running relay. ``cuts``: one for each of the next streams, None for a stream that is not disturbed. Relays may share them."""
+class CuttingProxy:
+    """The running proxy. ``cuts``: one for each of the next streams, None for a stream that is not disturbed. Proxies may share them."""
 
     target: int
     cuts: deque[Cut | None]
@@ -58,7 +58,7 @@ class CuttingRelay:
                     await asyncio.wait((upward,))  # the gateway closes the connection of a server that hangs
                     break
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the relay is closed, and awaits this task
+            pass  # the proxy is closed, and awaits this task
         finally:
             upward.cancel()
             server.transport.abort()
@@ -74,8 +74,8 @@ class CuttingRelay:
 class _Forwarded:
     """The responses of one connection."""
 
-    def __init__(self, relay: CuttingRelay, writer: asyncio.StreamWriter) -> None:
-        self._relay = relay
+    def __init__(self, proxy: CuttingProxy, writer: asyncio.StreamWriter) -> None:
+        self._proxy = proxy
         self._writer = writer
         self._cut: Cut | None = None
         self._is_first = True
@@ -89,8 +89,8 @@ class _Forwarded:
         """Forward bytes of a response. Returns False after a cut that leaves the connection open. Raises ConnectionError after others."""
         if self._is_first:
             self._is_first, self._events, self._cut = False, 0, None
-            if _STREAM in data and self._relay.cuts:
-                self._cut = self._relay.cuts.popleft()
+            if _STREAM in data and self._proxy.cuts:
+                self._cut = self._proxy.cuts.popleft()
         cut = self._cut
         end = None if cut is None else self._end(data, cut)
         self._writer.write(data if end is None else data[:end])
@@ -98,7 +98,7 @@ class _Forwarded:
         if cut is None or end is None:
             return True
         if cut.then is not None:
-            cut.then(self._relay.target)
+            cut.then(self._proxy.target)
         if not cut.closes:
             return False
         if cut.resets:
@@ -124,14 +124,14 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, note
 
 
 @asynccontextmanager
-async def cutting_relay(target: int, cuts: deque[Cut | None]) -> AsyncIterator[CuttingRelay]:
-    """Run a relay to a local port for the block."""
-    relay = CuttingRelay(target, cuts)
-    server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
-    relay.port = server.sockets[0].getsockname()[1]
+async def cutting_proxy(target: int, cuts: deque[Cut | None]) -> AsyncIterator[CuttingProxy]:
+    """Run a proxy to a local port for the block."""
+    proxy = CuttingProxy(target, cuts)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    proxy.port = server.sockets[0].getsockname()[1]
     try:
-        yield relay
+        yield proxy
     finally:
         server.close()
-        await relay.close()
+        await proxy.close()
         await server.wait_closed()
