@@ -81,7 +81,7 @@ class _Search:
     def narrow(self, text: object) -> None:
         """Note the text of these tokens."""
         middle = (self.least + self._most) // 2
-        if text == self._text:
+        if isinstance(text, str) and text.rstrip() == self._text.rstrip():  # a parser may drop the last space once the mark follows
             self._most = middle
         else:
             self.least = middle + 1
