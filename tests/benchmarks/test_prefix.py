@@ -162,6 +162,13 @@ def test_long_contexts_are_found_by_their_cost() -> None:
     assert first["oracle"] < 0.6
 
 
+def test_four_gateways_are_nearly_as_fast_as_one() -> None:
+    talks, makers = TRACES["b2b-2"].of(seed=7, servers=8, requests=2000), choosers()
+    for name, delay, most in ((EVENTS, 0.1, 1.6), (COST, None, 3.0)):
+        alone, together = (play(talks, 8, makers[name], gateways=gateways, event_delay=delay) for gateways in (1, 4))
+        assert together.first < most * alone.first, name
+
+
 def test_gateways_with_events_know_what_the_others_sent() -> None:
     talks = TRACES["b2b-1"].of(seed=1, servers=4, requests=400)
     makers = choosers()

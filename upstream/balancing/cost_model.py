@@ -39,6 +39,8 @@ LOAD_LIFETIME = 5.0
 """Seconds after which a sample of an engine's load no longer counts. Its weight falls linearly until then."""
 _LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have: below that, other work decides the time
 _MEMORY = 0.9  # weight of the earlier observations against the next one
+_SLOWER = 1.02  # the most by which an observation counts as slower than the known speed if unknown prompts may have delayed it
+_OTHERS = 0.25  # requests of others for each one of this gateway above which their prompts delay its own
 _FOUND = 0.05  # weight of the next observation against the earlier ones
 _LEAST_CAPACITY = 64  # blocks
 _CHANGES = 256  # of the requests in flight that are known afterwards
@@ -110,15 +112,19 @@ class ServerCost:
     in_flight: int = 0
     """Requests of all workers of this gateway."""
     recent: RecentMean = field(default_factory=RecentMean)
-    """Of ``in_flight``."""
+    """Of ``in_flight`` and the requests of others."""
     foreign: tuple[float, float] = (0.0, 0.0)
     """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
     load_at: float = 0.0
     """When ``foreign`` and ``kv_usage`` were sampled; 0 before the first time."""
     kv_usage: float = 0.0
     """The share of its KV cache that its running requests use."""
+    peer_placed_at: float = 0.0
+    """When another process has last reported a request to it; 0 before the first one."""
     responded_at: float = 0.0
-    """When the last stream began to respond."""
+    """When the last stream of this worker began to respond."""
+    responded_goal: float = 0.0
+    """``placed`` when it was placed, itself included."""
     seconds_per_token: float | None = None
     """For a prompt, learned; None if unknown."""
     capacity: float = 0.0
@@ -135,9 +141,13 @@ class ServerCost:
 
     def count(self, requests: int, now: float) -> None:
         """Count requests that start, or that end with a negative number."""
-        self.recent.change(now, self.in_flight)
+        self.recent.change(now, self.with_others(now))
         self._changes.append((now, self.in_flight))
         self.in_flight += requests
+
+    def with_others(self, now: float) -> float:
+        """Return its requests in flight, with those of others as they were sampled."""
+        return self.in_flight + (self.foreign[0] if self.load_at and now - self.load_at < LOAD_LIFETIME else 0.0)
 
     def most_in_flight(self, since: float) -> int:
         """Return the largest number of requests that were in flight at one time since then."""
@@ -173,8 +183,14 @@ class ServerCost:
         freshness = max(1.0 - (now - self.load_at) / LOAD_LIFETIME, 0.0)
         return self.foreign[0] * freshness, self.foreign[1] * freshness
 
-    def learn(self, tokens: float, seconds: float) -> None:
-        """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds."""
+    def learn(self, tokens: float, seconds: float, *, is_shared: bool = False) -> None:
+        """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds.
+
+        ``is_shared``: it may have computed prompts of others in this time. Then slow observations count little: otherwise the server would
+        seem slower the more others use it.
+        """
+        if is_shared and self.seconds_per_token is not None:
+            seconds = min(seconds, _SLOWER * self.seconds_per_token * tokens)
         self._tokens = _MEMORY * self._tokens + tokens
         self._seconds = _MEMORY * self._seconds + seconds
         self.seconds_per_token = self._seconds / self._tokens
@@ -187,11 +203,13 @@ class Placement:
     """
 
     __slots__ = (
-        "_goal", "_model", "_placed_at", "_prompt", "_responded", "_seconds", "_state", "assumed", "candidates", "predicted", "server",
-        "uncached",
+        "_before", "_goal", "_is_shared", "_model", "_placed_at", "_prompt", "_responded", "_seconds", "_state", "_was_busy", "assumed",
+        "candidates", "predicted", "server", "uncached",
     )  # fmt: skip
 
-    def __init__(self, model: CostModel, server: str, prompt: Prompt, predicted: float, uncached: float, now: float) -> None:
+    def __init__(
+        self, model: CostModel, server: str, prompt: Prompt, predicted: float, uncached: float, now: float, was_busy: bool
+    ) -> None:
         state = self._state = model.servers[server]
         self._model = model
         self._prompt = prompt
@@ -207,6 +225,9 @@ class Placement:
         if prompt.stream:
             state.waiting += uncached
         self._goal = state.placed
+        self._was_busy = was_busy
+        self._before = 0.0
+        self._is_shared = False
         self._seconds = 0.0
 
     def responded(self) -> None:
@@ -223,7 +244,14 @@ class Placement:
             state.waiting = max(state.waiting - self.uncached, 0.0)
             # The server computed this prompt since it had computed the one before, or since it got this one.
             self._seconds = now - max(self._placed_at, state.responded_at)
-            state.responded_at = now
+            self._is_shared = state.others(now)[0] > _OTHERS * state.in_flight
+            if state.responded_at > self._placed_at:  # and those of other workers that were placed between the two
+                self._before = max(self._goal - self.uncached - state.responded_goal, 0.0)
+            elif self._was_busy:
+                self._seconds = 0.0
+            elif state.peer_placed_at and now - state.peer_placed_at < WINDOW:
+                self._is_shared = True  # the prompt of another worker may be reported too late
+            state.responded_at, state.responded_goal = now, self._goal
 
     def finished(self, prompt_tokens: int = 0, cached_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Observe the end. The arguments are the server's own counts, 0 if it reported none."""
@@ -241,7 +269,7 @@ class Placement:
                 model.learn_found((cached_tokens - self.predicted) / (self.assumed - self.predicted))
             computed = prompt_tokens - cached_tokens if reported else self.uncached
             if self._seconds > 0.0 and computed >= _LEAST_WORK:
-                state.learn(computed, self._seconds)
+                state.learn(computed + self._before, self._seconds, is_shared=self._is_shared)
                 model.update_pace()
 
 
@@ -277,7 +305,7 @@ class CostModel:
         self.in_flight = 0
         """Requests of this gateway on all servers."""
         self.recent = RecentMean()
-        """Of ``in_flight``."""
+        """Of ``in_flight`` and the requests of others."""
         self.found = 1.0
         """The share of the assumed tokens that were cached, when a request was placed for what others had sent."""
         self._foreign = 0.0
@@ -294,7 +322,8 @@ class CostModel:
         wanted = dict.fromkeys(names)
         for name in [name for name in self.servers if name not in wanted]:
             removed = self.servers.pop(name)
-            self.recent.change(self.clock(), self.in_flight)
+            now = self.clock()
+            self.recent.change(now, self.in_flight + self.others(now))
             self.in_flight -= removed.in_flight
             self._foreign -= removed.foreign[0]
             self._reporting.discard(name)
@@ -335,6 +364,7 @@ class CostModel:
         uncached, now = tokens - cached, self.clock()
         if (earlier := prompt.placement) is not None:  # the request is sent again
             earlier.finished()
+        was_busy = self.servers[name].ready_at > now
         self._add(name, prompt.keys, uncached, now)
         if prompt.session is not None:
             self.index.insert(name, (prompt.session,))
@@ -343,7 +373,7 @@ class CostModel:
         if self.peers is not None:
             self.peers.placed(name, prompt.keys, uncached)
         self.mean_uncached += (uncached - self.mean_uncached) * (1 - _MEMORY)
-        prompt.placement = placement = Placement(self, name, prompt, cached, uncached, now)
+        prompt.placement = placement = Placement(self, name, prompt, cached, uncached, now, was_busy)
         return placement
 
     def finish(self, name: str, keys: Sequence[int], generated: int) -> None:
@@ -384,8 +414,9 @@ class CostModel:
 
     def peer_placed(self, name: str, keys: Sequence[int], uncached: float) -> None:
         """Observe that another worker sends a request to a server."""
-        if name in self.servers:
-            self._add(name, keys, uncached, self.clock())
+        if (server := self.servers.get(name)) is not None:
+            server.peer_placed_at = now = self.clock()
+            self._add(name, keys, uncached, now)
 
     def peer_finished(self, name: str, keys: Sequence[int], generated: int) -> None:
         """Observe the end of a request of another worker. Until then its blocks were in use.
@@ -411,6 +442,9 @@ class CostModel:
         """
         if (server := self.servers.get(name)) is not None:
             foreign = max(load.running + load.waiting - server.most_in_flight(load.time - DELAY), 0.0)
+            now = self.clock()
+            server.recent.change(now, server.with_others(now))
+            self.recent.change(now, self.in_flight + self.others(now))
             self._foreign += foreign - server.foreign[0]
             server.foreign = (foreign, min(foreign, load.waiting))
             server.load_at = self._load_at = load.time
@@ -423,7 +457,7 @@ class CostModel:
     def _count(self, server: ServerCost, requests: int, now: float) -> None:
         """Count requests that start, or that end with a negative number. An idle server has no backlog, whatever its assumed speed."""
         server.count(requests, now)
-        self.recent.change(now, self.in_flight)
+        self.recent.change(now, self.in_flight + self.others(now))
         self.in_flight += requests
         if not server.in_flight:
             server.ready_at = server.waiting = 0.0

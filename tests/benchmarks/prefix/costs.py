@@ -5,14 +5,16 @@ The rule: nothing is decided here. Prompts are cut into the gateway's own blocks
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from gateway.prompts.blocks import prompt_of
 from tests.benchmarks.prefix.choosers import Chooser, InRotation, KnownServer
 from tests.benchmarks.prefix.requests import Machine, Request
-from tests.benchmarks.prefix.traces import BLOCK, CHARACTERS, Prompt, document
-from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, EngineLoad
+from tests.benchmarks.prefix.traces import BLOCK, Prompt, document
+from upstream.balancing.cost_model import CostModel, EngineLoad
 from upstream.balancing.cost_model import Prompt as PromptBlocks
 from upstream.balancing.policies.cost import Cost
 from upstream.balancing.policies.policy import RequestFacts
@@ -62,13 +64,15 @@ class ByCost(Chooser):
         self._policy = Cost(machines, model=self._model)
         self._candidates = InRotation(machines)
         self._prompts: dict[Request, PromptBlocks] = {}
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # by node: its first byte, and the keys of its blocks
+        self._sizes: dict[int, int] = {}  # blocks of each node
 
     def choose(self, request: Request, now: float) -> Machine:
         """Return the policy's choice."""
         self._now = now
         cut = self._blocks.of(request.prompt)
         prompt = self._prompts[request] = PromptBlocks(cut.keys, cut.size, stream=True)
+        if self._events:
+            prompt.tokens, prompt.token_keys = request.prompt.tokens, {BLOCK: [key for keys in keys_of(request.prompt) for key in keys]}
         return self._policy.choose(self._candidates, RequestFacts(prompt=prompt))
 
     def first_token(self, request: Request, machine: Machine, now: float) -> None:
@@ -89,20 +93,29 @@ class ByCost(Chooser):
         self._model.engine_load(machine.name, EngineLoad(now, running, waiting))
 
     def stored(self, machine: Machine, prompt: Prompt) -> None:
-        """Apply an event of a cache to the index."""
-        keys = self._blocks.of(prompt).keys
-        self._model.index.insert(machine.name, keys)
-        first = 0
-        for node, segment in zip(prompt.nodes, prompt.segments, strict=True):
-            end = first + segment.tokens * CHARACTERS
-            self._keys.setdefault(node, (first, keys[first // BLOCK_BYTES : end // BLOCK_BYTES]))
-            first = end
+        """Apply an event of a cache."""
+        for node, keys in zip(prompt.nodes, keys_of(prompt), strict=True):
+            self._sizes[node] = len(keys)
+            self._apply(machine, inserted=keys)
 
     def evicted(self, machine: Machine, node: int, blocks: int) -> None:
-        """Apply an event of a cache to the index."""
-        first, keys = self._keys[node]
-        left = (first % BLOCK_BYTES + blocks * BLOCK * CHARACTERS) // BLOCK_BYTES
-        self._model.index.remove(machine.name, keys[left:])
+        """Apply an event of a cache."""
+        self._apply(machine, removed=block_keys(node, blocks, self._sizes[node]))
+
+    def _apply(self, machine: Machine, removed: Sequence[int] = (), inserted: Sequence[int] = ()) -> None:
+        as_bytes = [array("Q", keys).tobytes() for keys in (removed, inserted)]
+        self._model.engines.apply(machine.name, BLOCK, complete=True, cleared=False, removed=as_bytes[0], inserted=as_bytes[1])
+
+
+@cache
+def block_keys(node: int, first: int, end: int) -> list[int]:
+    """Return the keys of some blocks of a node, as events have them."""
+    return [hash((node, number)) % 2**64 for number in range(first, end)]
+
+
+def keys_of(prompt: Prompt) -> list[list[int]]:
+    """Return the keys of the blocks of each node of a prompt."""
+    return [block_keys(node, 0, segment.tokens // BLOCK) for node, segment in zip(prompt.nodes, prompt.segments, strict=True)]
 
 
 def without_events(machines: Sequence[Machine], _: Sequence[KnownServer], *, blocks: Blocks) -> Chooser:

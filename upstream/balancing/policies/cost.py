@@ -47,7 +47,7 @@ FULL = 0.5
 """Seconds that a request waits on a server whose KV cache is full, for a running request to end."""
 FACTOR = 1.25
 FREE = 4
-OTHERS = 4 / 3
+OTHERS = 2.0
 """The assumed cached share of a prompt on its home, for each request of others among all requests; at most the whole prompt."""
 FOUND = 1 / 3
 """The share of assumed tokens that must be cached. Below it less is assumed: others send other prompts, or events report their prompts."""
@@ -83,7 +83,7 @@ class _Terms:
         self.others = model.others(now)
         """The requests in flight that other gateways have sent."""
         self._crowd = max(FREE, FACTOR * (model.in_flight + self.others) / weight)
-        self._average = max(model.recent.at(now, model.in_flight) / weight, FREE)
+        self._average = max(model.recent.at(now, model.in_flight + self.others) / weight, FREE)
         self._adapter, self._session = self._owners(prompt.adapter), self._owners(prompt.session)
 
     def _owners(self, key: int | None) -> Mapping[str, int] | None:
@@ -128,7 +128,7 @@ class _Terms:
     def _crowding(self, server: Candidate, state: ServerCost, requests: float) -> float:
         """Return the term of a server that has, or had for some time, more than its share of the requests."""
         above = requests + 1 / server.weight - self._crowd
-        ratio = state.recent.at(self._now, state.in_flight) / server.weight / self._average - FACTOR
+        ratio = state.recent.at(self._now, state.with_others(self._now)) / server.weight / self._average - FACTOR
         return (CROWDED * above if above > 0.0 else 0.0) + (UNEVEN * ratio if ratio > 0.0 else 0.0)
 
     def _loading(self, name: str) -> float:

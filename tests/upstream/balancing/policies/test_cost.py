@@ -94,6 +94,44 @@ def test_speeds_are_learned_from_streams() -> None:
     assert {router.send(50_000 + 1000 * number, 4).server for number in range(2)} == {"b"}
 
 
+def test_prompts_of_other_workers_do_not_make_a_server_seem_slower() -> None:
+    router, tokens = Router("a"), LONG * BLOCK / 4
+    for first in range(1000, 9000, 1000):  # the server needs a second for each prompt
+        own = [router.send(first)]
+        router.model.peer_placed("a", range(first + 300, first + 340), tokens)
+        own.append(router.send(first + 500))
+        for placement, seconds in zip(own, (1, 2), strict=True):
+            router.clock.now += seconds
+            placement.responded()
+            placement.finished(int(tokens), 0, 1)
+        router.model.peer_finished("a", (), 1)
+        router.clock.now += 20
+    assert router.model.servers["a"].seconds_per_token == 1 / tokens
+
+
+def test_prompts_of_other_gateways_hardly_make_a_server_seem_slower() -> None:
+    router = Router("a")
+    router.serve(500, seconds=1.0)
+    for first in range(1000, 21000, 1000):  # each waits for those of others
+        router.model.engine_load("a", EngineLoad(router.clock.now, 8, 0))
+        router.serve(first, seconds=4.0)
+    assert 1.0 < (router.model.servers["a"].seconds_per_token or 0.0) * LONG * BLOCK / 4 < 1.1
+
+
+def test_a_server_that_others_crowd_is_avoided() -> None:
+    """The requests of others count for the mean of the last seconds, too."""
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    other = "b" if home == "a" else "a"
+    for _ in range(30):
+        router.clock.now += 1
+        for name, running in ((home, 30), (other, 2)):
+            router.model.engine_load(name, EngineLoad(router.clock.now, running, 0))
+    for name in "ab":  # the crowd has just left, which says nothing about the next seconds
+        router.model.engine_load(name, EngineLoad(router.clock.now, 2, 0))
+    assert router.send(1000).server == other
+
+
 def test_responses_teach_the_bytes_of_a_token() -> None:
     router = Router("a", "b")
     for number in range(1, 60):
