@@ -33,6 +33,7 @@ WEIGHTS: Mapping[type[UpstreamError], int] = {
     errors.StaleConnection: 0,  # an idle timeout is not a failure
     errors.LocalLimit: 0,
     errors.Moved: 0,
+    errors.Preempted: 0,
 }
 """The score of each error. A subclass counts as its base class does."""
 

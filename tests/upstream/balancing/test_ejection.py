@@ -15,6 +15,7 @@ from upstream.http.errors import (
     Disconnected,
     EngineDead,
     LocalLimit,
+    Preempted,
     ServerError,
     StaleConnection,
     TotalTimeout,
@@ -33,7 +34,7 @@ def test_every_error_is_in_the_table() -> None:
     assert len({kind.reason for kind in KINDS}) == len(KINDS), "each has a reason of its own"
 
 
-@pytest.mark.parametrize("kind", [LocalLimit, StaleConnection, ServerError, TotalTimeout])
+@pytest.mark.parametrize("kind", [LocalLimit, Preempted, StaleConnection, ServerError, TotalTimeout])
 def test_what_is_no_fault_of_the_servers_never_counts(kind: type[UpstreamError]) -> None:
     state = EjectionState()
     assert not any(state.record_failure(an(kind), float(now)) for now in range(100))
