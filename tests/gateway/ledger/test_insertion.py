@@ -28,6 +28,7 @@ FULL = row(
     user="u", metadata={"a": [1, None]}, estimated_by="bytes", choices=3, param="model", requested_model="r",
     reason="tokens_per_day", limit_holder="key a", detail="d", retries=2, failures="a#0 connect", late=STARTED + 1.5,
     nearest_limit="93% of tokens_per_day of key a", trace_id="0af7651916cd43dd8448eb211c80319c",
+    continuations="a#0 disconnected token_ids continued",
 )  # fmt: skip
 
 

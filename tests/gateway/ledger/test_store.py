@@ -55,7 +55,7 @@ def test_a_row_is_stored_unchanged(store: UsageStore) -> None:
         "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_center": "17"},
         "end_user": "ünï", "metadata": {"a": [1, None]}, "estimated_by": None, "choices": 3, "param": None, "requested_model": None,
         "reason": None, "limit_holder": None, "detail": None, "retries": None, "failures": None, "late": None,
-        "nearest_limit": None, "trace_id": None,
+        "nearest_limit": None, "trace_id": None, "continuations": None,
     }  # fmt: skip
 
 
