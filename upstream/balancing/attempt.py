@@ -313,9 +313,9 @@ class Attempt:
     """One request's way to a response, over one or two servers of a pool.
 
     ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
-    composed. ``avoided`` are servers that are chosen only if no other one is left. ``facts`` is what the
-    pool's policy needs to know about the request. ``streams``: the response is a stream, whose first byte
-    is awaited. ``resends``: a request that a server may have run can be sent to another server.
+    composed. ``avoided`` are servers that are chosen only if no other one is left. ``facts`` is what the pool's policy needs to know about
+    the request. ``streams``: the response is a stream, whose first byte is awaited. ``resends``: a request that a server may have run can be
+    sent to another server.
     """
 
     __slots__ = (
@@ -427,7 +427,8 @@ class Attempt:
                     await response.upload(upload)
                 while not (response.pending or response.complete):
                     await response.next_data()
-                server.movable.discard(response)
+                if response.resends:
+                    server.movable.discard(response)
                 if self.facts.prompt is not None:
                     self.facts.prompt.responded()
                 return response
@@ -455,7 +456,8 @@ class Attempt:
         response = self._response
         if response is not None:
             self._deadlines.forget(response)
-            response._server.movable.discard(response)
+            if response.resends:
+                response._server.movable.discard(response)
             response.close()
             self._response = None
         server, self.server = self.server, None
