@@ -314,8 +314,8 @@ class Attempt:
 
     ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
     composed. ``avoided`` are servers that are chosen only if no other one is left. ``facts`` is what the pool's policy needs to know about
-    the request. ``streams``: the response is a stream, whose first byte is awaited. ``resends``: a request that a server may have run can be
-    sent to another server.
+    the request. ``streams``: the response is a stream, whose first byte is awaited. ``resends``: a request that a server may have run can
+    be sent to another server.
     """
 
     __slots__ = (
