@@ -124,7 +124,7 @@ EVIDENCE: dict[str, bool] = {
     "fair queueing between keys": has_module("fair_queue"),
     "priorities": has_setting("keys[].priority"),
     "retries, ejection of failing servers": has_module("retry_budget") and has_module("ejection"),
-    "continues a stream on another server": has_module("resume"),
+    "continues a stream on another server": has_module("regeneration") and has_module("token_record"),
     "launches vLLM": has_setting("models[].launch"),
     "on demand, stops idle models": has_setting("models[].launch.idle_stop"),
     "models alternate on a GPU": has_setting("groups[].max_running"),
