@@ -37,7 +37,7 @@ SIDE_TIMEOUT = 5.0
 PACE = 2.0
 """The pause between two calls of ``derender`` is so many times as long as a call: each call decodes the whole response again."""
 
-_log = logging.getLogger("vllm_gateway.continuation")
+_log = logging.getLogger("vllm_gateway.exchange")
 
 Send = Callable[[Attempt, Compose], Awaitable[UpstreamResponse]]
 """Sends a request to a server of its model, or queues it until a server can take it. Raises NoServerError, UpstreamError and Refusal."""

@@ -226,7 +226,7 @@ def lazy(tmp_path: Path) -> Config:
 def test_a_model_that_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
     assert [lazy.may_stop(model) for model in lazy.models] == [True, True, False]
     models = build_snapshot(lazy, NOTHING, 1, 0).models
-    assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
+    assert [model.queue for model in models] == [Queue(43, 30.0, deficit=10_000), Queue(3, 5.0, deficit=10_000), None]
     assert [model.keepalive for model in models] == [9.0, None, None]
     assert [model.servers for model in models] == [(), (), ()], "none is launched"
 
@@ -257,9 +257,9 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     made = build_snapshot(load(path, {}), NOTHING, 1, 0)
     assert (made.max_inflight, made.workers) == (100, 2)
     assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
-        ("bounded", 8, Queue(64, 30.0)),
-        ("lora", 8, Queue(64, 30.0)),
-        ("free", None, Queue(64, 30.0)),  # for requests before the first health check
+        ("bounded", 8, Queue(64, 30.0, deficit=10_000)),
+        ("lora", 8, Queue(64, 30.0, deficit=10_000)),
+        ("free", None, Queue(64, 30.0, deficit=10_000)),  # for requests before the first health check
     ]
     assert {key.id: key.weight for key in made.keys} == {"usual": 1.0, "later": 0.5, "anonymous": 2.0}
 

@@ -193,7 +193,7 @@ def test_the_output_has_each_class(store: UsageStore) -> None:
     assert lines[0].startswith(
         "model,server,tokens,since,until,engine,ledger,mirrored,continued,choices,not_delivered,cancelled_prefill,direct_use,lost"
     )
-    assert lines[2].endswith(",147,27,0,0,17,0,100,3,0,0,0,0,5")
+    assert lines[2].endswith(",147,27,0,0,0,17,0,100,3,0,0,0,0,5")
     document = json.loads(printed(result, "json"))
     assert parse_reconciliation(document) == result
     assert "nothing" in printed(Reconciliation(result.query, ()), "table")

@@ -157,6 +157,7 @@ def test_the_kinds_of_failures() -> None:
         "BadResponse",
         "EngineDead",
         "Aborted",
+        "Unresponsive",
     }
     assert {kind for kind in KINDS if weight(an(kind)) > 1} == {ConnectFailed, ConnectTimeout}
 
