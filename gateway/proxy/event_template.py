@@ -111,28 +111,23 @@ class TemplateLearner:
 
         ``name``: of its text, in a record of texts.
         """
-        if not self._attempts:
-            return
-        for path in self._texts:
-            text = _value_at(document, path)
-            if isinstance(text, str) and text:
-                self._attempts -= 1
-                if (template := _template(event, document, path, text, shown)) is not None:
-                    self.template, self.text = template, name
-                return
+        if (text := self._text_of(document)) is not None and (template := _template(event, document, *text, shown)) is not None:
+            self.template, self.text = template, name
 
     def learn_recorded(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
         """Make the template of an ordinary event with token IDs. ``shown``: what the client gets of it; ``document``: without IDs."""
-        if not self._attempts:
-            return
-        for path in self._texts:
+        if (text := self._text_of(document)) is not None and (found := _recorded(event, document, *text, shown)) is not None:
+            self.recorded = found
+            self.template = EventTemplate(found.start, found.end, found.rest, -1, found.start_size, found.end_size)
+
+    def _text_of(self, document: Mapping[str, Any]) -> tuple[Path, str] | None:
+        """Return the path and the text of a document; None without one, or after the last attempt."""
+        for path in self._texts if self._attempts else ():
             text = _value_at(document, path)
             if isinstance(text, str) and text:
                 self._attempts -= 1
-                if (found := _recorded(event, document, path, text, shown)) is not None:
-                    self.recorded = found
-                    self.template = EventTemplate(found.start, found.end, found.rest, -1, found.start_size, found.end_size)
-                return
+                return path, text
+        return None
 
 
 def _recorded(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> RecordedTemplate | None:
