@@ -78,6 +78,9 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
         rest.note("continued" if next_lost is None or rest.gap is not None else "failed")
         if next_lost is None:
             return
+        if stream.delivered:  # the server was lost after its last event
+            context.request.finish_response()
+            return
         lost = next_lost
     stream.end_truncated()
     raise error

@@ -59,7 +59,7 @@ REQUESTS: Mapping[str, tuple[str, Json]] = {
     "reasoning": (CHAT, chat()),
     "reasoning, usage": (CHAT, chat("Who are you?", **USAGE)),
     "no reasoning": (CHAT, chat(**PLAIN)),
-    "a long response": (CHAT, chat("Count.", min_tokens=120, max_tokens=140, **USAGE)),
+    "a long response": (CHAT, chat("Count.", min_tokens=140, max_tokens=140, **USAGE)),
     "cut by max_tokens": (CHAT, chat("Why?", max_tokens=16, **USAGE)),
     "tools": (CHAT, chat(tools=[TOOL], **USAGE)),
     "tools, no reasoning": (CHAT, chat("Look!", tools=[TOOL], **PLAIN)),
@@ -232,12 +232,15 @@ def cut_in(dice: random.Random, events: int) -> Cut:
 
 
 async def trial(one: Stage, name: str, dice: random.Random) -> Outcome:
-    """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal."""
+    """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal.
+
+    The tokens of the reasoning are exact after one cut: a second one may come before their end has been found.
+    """
     undisturbed = await one.expected(name)
     count = len(undisturbed.events)
     cuts = [cut_in(dice, count)] + ([cut_in(dice, count)] if dice.random() < 1 / 3 else [])
     outcome = await one.run(name, *cuts)
-    check(outcome, undisturbed, *cuts)
+    check(outcome, undisturbed, *cuts, reasoning=len(cuts) == 1)
     return outcome
 
 

@@ -67,6 +67,15 @@ async def test_a_stream_without_an_event_is_requested_again(servers: list[Simula
             assert (outcome.record.retries, outcome.record.continuations) == (1, ())
 
 
+async def test_a_second_server_that_is_lost_after_its_last_event_has_completed_the_stream(servers: list[Simulated]) -> None:
+    async with stage(servers) as one:
+        for name in ("completion", "completion, usage"):
+            undisturbed = await one.expected(name)
+            for left in range(3):
+                outcome = await one.run(name, Cut(5), Cut(len(undisturbed.events) - 5 - left))
+                check(outcome, undisturbed)
+
+
 async def test_a_third_loss_ends_the_stream_with_an_error(servers: list[Simulated]) -> None:
     async with stage(servers) as one:
         cuts = [Cut(3), Cut(3), Cut(3)]
