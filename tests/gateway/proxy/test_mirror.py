@@ -20,6 +20,7 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Mirror, Model
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.drain import drain
+from tests.support import wire
 from tests.support.money import price
 from tests.support.ports import refusing, silent
 from tests.support.running import Served, key, model, serving, until
@@ -103,6 +104,26 @@ async def test_a_copy_has_the_same_body_and_the_other_models_name() -> None:
             await until(lambda: served.in_flight == copies(served) == len(served.context.mirrors) == 0)
             assert (await request_once(served.port, request(chat(model="o")))).status == 200
             assert results(served) == {"completed": 2} and len(server.requests) == 2, "the other model's own requests are not copied"
+
+
+async def test_the_token_ids_of_a_mirrored_stream_are_hidden() -> None:
+    """The gateway requests them for a continuation on another server, with or without a mirror."""
+
+    async def with_ids(talk: Conversation) -> None:
+        ids = "[7]" if talk.request.json.get("return_token_ids") else "null"
+        await talk.begin_stream()
+        await talk.chunk(ROLE + wire.event(f'[{{"index":0,"delta":{{"content":"a"}},"finish_reason":null,"token_ids":{ids}}}]') + DONE)
+        await talk.end_stream()
+
+    async with scripted(with_ids) as server, scripted(with_ids) as other:
+        models = [model(server.port, server.port, mirror=Mirror("other", 1.0, 16)), model(other.port, identity="other")]
+        async with serving(models) as served:
+            for each in served.worker.fleet:
+                each.scale_out = True
+            reply = await request_once(served.port, request(chat(stream=True, temperature=0)))
+            await until(lambda: results(served) == {"completed": 1})
+    assert server.requests[0].json["return_token_ids"] is True
+    assert b'"token_ids":null' in reply.body and b"[7]" not in reply.body
 
 
 async def test_a_large_body_is_copied_too_while_memory_is_free() -> None:
