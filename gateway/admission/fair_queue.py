@@ -135,7 +135,7 @@ class Flow(Generic[T]):
         found = [
             child for _, _, entry, child in first if child.tag <= limit and entry == child._entry and child.waiting and child.rank == rank
         ]
-        if 2 * len(found) < len(first):  # of those whose tags are larger now, or that do not wait, none is left at the front
+        if 2 * len(found) < len(first):  # this removes entries that are out of date from the front
             self._rebuild()
         return found
 

@@ -19,8 +19,6 @@ from upstream.http.sse import Splitter, data_of, split
 
 CHAT = "/v1/chat/completions"
 RENDER, GENERATE, DERENDER = f"{CHAT}/render", "/inference/v1/generate", f"{CHAT}/derender"
-DEFAULT_LIMIT = 16
-"""The ``max_tokens`` of vLLM's sampling parameters, which ``render`` omits."""
 
 
 class InvalidReplyError(Exception):
@@ -136,12 +134,10 @@ class ContinuedChat:
         if self._record.prompt_size and len(self._prompt) != self._record.prompt_size:
             raise InvalidReplyError("render has made another prompt")
         params.pop("n", None)
-        most = params.get("max_tokens")
-        params["max_tokens"] = (most if isinstance(most, int) else DEFAULT_LIMIT) - self._made
         request |= {
             "model": model,
             "token_ids": [*self._prompt, *self._record.ids],
-            "sampling_params": {**params, **remaining(self._document, self._made)},
+            "sampling_params": {**params, **remaining({"min_tokens": self._document.get("min_tokens"), **params}, self._made)},
             "reasoning_ended": None,
             "stream": True,
         }

@@ -16,13 +16,14 @@ from gateway.continuation.token_record import TokenRecord
 from upstream.http.sse import Splitter, data_of, split
 
 DEFAULT_LIMIT = 16
-"""The ``max_tokens`` of a completion without it (vLLM's openai/completion/protocol.py)."""
+"""The ``max_tokens`` of vLLM's sampling parameters, and of a completion without it. ``render`` omits this value."""
 
 
-def remaining(document: Mapping[str, Any], made: int) -> dict[str, Any]:
-    """Return the limits for the tokens after the first ones."""
-    least = document.get("min_tokens")
-    return {"min_tokens": max(least - made, 0)} if isinstance(least, int) else {}
+def remaining(limits: Mapping[str, Any], made: int) -> dict[str, Any]:
+    """Return the limits for the tokens after the first ones. ``limits``: those for all."""
+    most, least = limits.get("max_tokens"), limits.get("min_tokens")
+    rest = {"max_tokens": (most if isinstance(most, int) else DEFAULT_LIMIT) - made}
+    return {**rest, "min_tokens": max(least - made, 0)} if isinstance(least, int) else rest
 
 
 class ContinuedCompletion:
@@ -37,13 +38,11 @@ class ContinuedCompletion:
 
     def body(self, model: str) -> bytes:
         """Return the request for a server that knows the model by this name."""
-        most = self._document.get("max_tokens")
         return orjson.dumps(
             {
                 **self._document,
                 "model": model,
                 "prompt": [*self._record.prompt, *self._record.ids],
-                "max_tokens": (most if isinstance(most, int) else DEFAULT_LIMIT) - self._made,
                 **remaining(self._document, self._made),
             }
         )

@@ -97,18 +97,17 @@ _ALLOWED: Mapping[Dialect, Mapping[str, _Accepts]] = {
 _REGENERATED = frozenset({Dialect.CHAT, Dialect.COMPLETIONS, Dialect.MESSAGES, Dialect.RESPONSES})
 
 
-def plan_of(document: Mapping[str, Any], dialect: Dialect, resume: Resume, *, scale_out: bool) -> Plan | None:
+def plan_of(document: Mapping[str, Any], dialect: Dialect, resume: Resume, scale_out: Callable[[], bool]) -> Plan | None:
     """Return how the stream of a request would be continued; None if it would end.
 
-    ``document`` is the request as its server gets it. ``scale_out``: all servers have the routes for token IDs of a chat.
+    ``document`` is the request as its server gets it. ``scale_out`` returns whether all servers have the routes for token IDs of a chat.
     """
     if resume is Resume.OFF or dialect not in _REGENERATED:
         return None
     is_greedy = document.get("temperature") == 0
-    allowed = _ALLOWED.get(dialect)
-    has_path = allowed is not None and (scale_out or dialect is Dialect.COMPLETIONS)
     is_drawn = resume is Resume.SAMPLED and document.get("seed") is None
-    if has_path and allowed is not None and (is_greedy or is_drawn) and _accepts(allowed, document):
+    allowed = _ALLOWED.get(dialect) if is_greedy or is_drawn else None
+    if allowed is not None and (dialect is Dialect.COMPLETIONS or scale_out()) and _accepts(allowed, document):
         return Plan(Path.TOKEN_IDS, not is_greedy)
     if is_greedy or document.get("seed") is not None:
         return Plan(Path.REGENERATION)

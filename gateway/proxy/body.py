@@ -129,7 +129,7 @@ def _plan(prepared: JsonBody, context: RequestContext, key: Key, model: CatalogE
     request = context.request
     if prepared.translation is not None:
         return None
-    plan = plan_of(prepared.document, request.target.route.dialect, model.model.resume, scale_out=model.pool.scale_out)
+    plan = plan_of(prepared.document, request.target.route.dialect, model.model.resume, model.pool.has_scale_out)
     if plan is not None:
         request.body.owner = key.id
         if plan.path is Path.TOKEN_IDS:

@@ -21,7 +21,7 @@ from gateway.continuation.regeneration import DifferentError, Regeneration
 from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.context import RequestContext
-from gateway.proxy.response import EVENT_LIMIT, EventRelay, is_stream, read_error
+from gateway.proxy.response import EVENT_LIMIT, EventRelay, connect, is_stream, read_error
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.telemetry.request_record import Continuation
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
@@ -239,11 +239,9 @@ class _FromTokens(_Rest):
             lambda server: self._upstream.compose(server, rest.generate_body(rendered, self._served(server)), GENERATE),
         )
         assert attempt.server is not None
-        request, stream, server = self._context.request, self._stream, attempt.server
+        stream, server = self._stream, attempt.server
         stream.take_over(response)
-        request.on_pause, request.on_resume = response.pause, response.resume
-        if request.write_paused:
-            response.pause()
+        connect(self._context.request, response)
         with response.movable():
             while True:
                 if rest.has_tokens:

@@ -82,7 +82,7 @@ class RecordedTemplate(NamedTuple):
 
 
 NO_RECORDED = RecordedTemplate(b"\0", b"\0", re.compile(b"\0()"), b"", -1, 1, 1)
-"""The template of a recorded stream without one."""
+"""Stands for the template of a recorded stream that has none yet: no event has it."""
 NO_TEMPLATE = EventTemplate(b"\0", b"\0", None, -1, 1, 1)
 """The template of a stream without one: no event has it."""
 
@@ -132,48 +132,51 @@ class TemplateLearner:
 
 def _recorded(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> RecordedTemplate | None:
     """Return the template of an event with token IDs and this text; None if it is not written as vLLM writes it."""
-    written = orjson.dumps(text)
-    at = event.find(written) + 1
-    quote = at + len(written) - 2  # the one behind the text
-    start, end = event[:at], event[quote:]
-    found = _RECORDED_IDS.search(end)
-    if found is None or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END):
+    if (around := _around(event, text)) is None or (found := _RECORDED_IDS.search(around[1])) is None:
         return None
-    before, ids, behind = end[: found.start(1)], found[1], end[found.end(1) :]
+    start, end = around
+    before, behind = end[: found.start(1)], end[found.end(1) :]
     # With null in place of the IDs, the event must be the document, and the text alone at its path.
-    if at == 0 or not _is_at(start, before[:-1] + b"null" + behind[1:], document, path, text):
+    if not _is_at(start, before[:-1] + b"null" + behind[1:], document, path, text):
         return None
     usage = behind.find(USAGE_START)
     unchanged = behind if usage < 0 else behind[:usage] + EVENT_END
     rest = b"null" + unchanged[1:]
-    if shown != event[: quote + len(before) - 1] + rest or re.fullmatch(rb"[0-9,]+", ids) is None:
+    if shown != event[: len(event) - len(end) + len(before) - 1] + rest:
         return None
     numbers = behind if usage < 0 else behind[usage:]
     literal = b"" if usage < 0 else behind[:usage]
     pattern = re.escape(literal) + _NUMBER_PATTERN.join(map(re.escape, _NUMBER.split(numbers + _FRAME_END)))
-    return RecordedTemplate(start, before, re.compile(rb"([0-9]+(?:,[0-9]+)*)" + pattern), rest, usage, at, len(before))
+    return RecordedTemplate(start, before, re.compile(rb"([0-9]+(?:,[0-9]+)*)" + pattern), rest, usage, len(start), len(before))
 
 
 def _template(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> EventTemplate | None:
     """Return the template of an event with this text; None if it is not written as vLLM writes it."""
-    written = orjson.dumps(text)
-    at = event.find(written) + 1
-    quote = at + len(written) - 2  # the one behind the text
-    start, end = event[:at], event[quote:]
-    if at == 0 or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END) or not _is_at(start, end, document, path, text):
+    if (around := _around(event, text)) is None or not _is_at(*around, document, path, text):
         return None
-    hidden = -1
+    start, end = around
+    quote, hidden = len(event) - len(end), -1
     if shown != event:  # without its running usage, which must be the last field
         hidden = len(shown) - len(EVENT_END) - quote
         if hidden < 0 or shown != event[: quote + hidden] + EVENT_END or not end.startswith(USAGE_START, hidden):
             return None
     literal, *others = _NUMBER.split(end + _FRAME_END)
     if not others:
-        return EventTemplate(start, literal, None, hidden, at, len(literal))
+        return EventTemplate(start, literal, None, hidden, len(start), len(literal))
     if hidden > len(literal):
         return None
     numbers = re.compile(_NUMBER_PATTERN.join((b"", *map(re.escape, others))))
-    return EventTemplate(start, literal, numbers, hidden, at, len(literal))
+    return EventTemplate(start, literal, numbers, hidden, len(start), len(literal))
+
+
+def _around(event: bytes, text: str) -> tuple[bytes, bytes] | None:
+    """Return the bytes of an event before a text, and those from its quote; None if it is not written as vLLM writes it."""
+    written = orjson.dumps(text)
+    at = event.find(written) + 1
+    quote = at + len(written) - 2  # the one behind the text
+    if at == 0 or TEXT.fullmatch(written, 1) is None or not event.endswith(EVENT_END, quote):
+        return None
+    return event[:at], event[quote:]
 
 
 def _is_at(before: bytes, after: bytes, document: Mapping[str, Any], path: Path, text: str) -> bool:

@@ -83,7 +83,7 @@ async def handle_request(request: ClientRequest, worker: RequestServices) -> Non
                 except (NoServerError, ConnectFailed, Refusal) as error:
                     upstream = await _next_fallback(error, context)
                 except (asyncio.CancelledError, UpstreamError) as error:
-                    if upstream.plan is not None and may_continue(error, context):
+                    if may_continue(error, context):
                         return await _continue(error, upstream, context, key)
                     if context.needs_prompt_count:
                         await _count_prompt(upstream, context)
@@ -209,7 +209,7 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
 
 
 async def _continue(error: BaseException, upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:
-    """Relay the rest of a stream whose server was lost from other servers. Raises the error if none can continue it."""
+    """Relay the rest of a stream from other servers, after its server was lost. Raises the error if no server can continue it."""
     try:
         with context.worker.metrics.in_flight(upstream.model.model.id):
             await continue_stream(error, upstream, context, partial(_send_rest, upstream, context, key))
@@ -223,7 +223,7 @@ async def _send_rest(upstream: UpstreamRequest, context: RequestContext, key: Ke
     """Send the request for the rest of a stream, or queue it until a server can take it. Raises Refusal and UpstreamError."""
     try:
         return await attempt.send(compose)
-    except (NoServerError, Preempted) as error:
+    except NoServerError as error:
         context.settle_slot(None)
         return await _send_from_queue(error, attempt, compose, upstream, context, key)
 

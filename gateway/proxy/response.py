@@ -188,7 +188,7 @@ class BodyRelay(ResponseRelay):
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
         self._received = 0  # bytes of the body
         self._request.start_response(self._response.status, lines, length)
-        _connect(self._request, self._response, self._write)
+        connect(self._request, self._response, self._write)
         try:
             await self._wait_complete()
         finally:
@@ -350,7 +350,7 @@ class EventRelay(ResponseRelay):
 
     async def _receive_all(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
         """Pass the response to a sink until it has ended. Raises UpstreamError if it is truncated."""
-        _connect(self._request, response, sink)
+        connect(self._request, response, sink)
         await response.wait_complete()
 
     async def continue_with(self, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
@@ -731,10 +731,14 @@ def _length(response: UpstreamResponse) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _connect(request: ClientRequest, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
-    """Let the response flow to the sink. A client that reads slowly pauses its server, also if it fell behind earlier."""
+def connect(request: ClientRequest, response: UpstreamResponse, sink: Callable[[bytes], None] | None = None) -> None:
+    """Let the response flow to the sink; without one, its reader takes the bytes.
+
+    A client that reads slowly pauses its server, also if it fell behind earlier.
+    """
     request.on_pause, request.on_resume = response.pause, response.resume
-    response.stream_to(sink)
+    if sink is not None:
+        response.stream_to(sink)
     if request.write_paused:
         response.pause()
 

@@ -119,7 +119,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
         return math.inf if most is None else most * math.prod(choices_and_prompts(body.document))
 
     def compose(self, server: Server, content: bytes | None = None, path: str | None = None) -> tuple[bytes, bytes]:
-        """Return the headers and the body, or its first part, for one server. ``content``, ``path``: of a request for the rest."""
+        """Return the headers and the body, or its first part, for one server. ``content``, ``path``: to continue a response."""
         request, body, trace = self.request, self.body, self.request.trace
         content = content or body.encode(self.model.model.served or server.spec.model)
         framing = b"content-length: %d\r\n" % len(content) if body.upload is None else b"transfer-encoding: chunked\r\n"

@@ -73,9 +73,8 @@ class Pool:
         """Whether at least one server is up."""
         return any(server.condition is Condition.UP for server in self.servers)
 
-    @property
-    def scale_out(self) -> bool:
-        """Whether all servers that are up have the routes of vLLM's ``--enable-scale-out``."""
+    def has_scale_out(self) -> bool:
+        """Return whether all servers that are up have the routes of vLLM's ``--enable-scale-out``."""
         return all(server.scale_out for server in self._up_servers())
 
     def other_server(self, lost: Sequence[Server]) -> Server | None:

@@ -17,13 +17,13 @@ BY_IDS, AGAIN = Plan(Path.TOKEN_IDS), Plan(Path.REGENERATION)
 
 
 def chat(resume: Resume = Resume.EXACT, *, scale_out: bool = True, **fields: Any) -> Plan | None:
-    return plan_of({**HELLO, **fields}, Dialect.CHAT, resume, scale_out=scale_out)
+    return plan_of({**HELLO, **fields}, Dialect.CHAT, resume, lambda: scale_out)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.path} {row.feature}")
 def test_a_plan_is_a_path_that_the_table_proves(row: Row) -> None:
     outcome = stored()[row.path, row.feature]["outcome"]
-    plan = plan_of({"model": "m", "stream": True, **row.body}, DIALECTS[row.path], Resume.EXACT, scale_out=True)
+    plan = plan_of({"model": "m", "stream": True, **row.body}, DIALECTS[row.path], Resume.EXACT, lambda: True)
     if plan is not None and plan.path is Path.TOKEN_IDS:
         assert outcome == CONTINUED
     elif plan is not None:
@@ -42,12 +42,12 @@ def test_a_field_that_was_not_proved_needs_a_second_response() -> None:
 
 def test_a_chat_needs_the_routes_for_token_ids() -> None:
     assert chat(temperature=0, scale_out=False) == AGAIN
-    assert plan_of({"model": "m", "prompt": "p", "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, scale_out=False) == BY_IDS
+    assert plan_of({"model": "m", "prompt": "p", "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, lambda: False) == BY_IDS
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2]], []])
 def test_several_prompts_are_not_continued_by_token_ids(prompt: object) -> None:
-    assert plan_of({"model": "m", "prompt": prompt, "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, scale_out=True) == AGAIN
+    assert plan_of({"model": "m", "prompt": prompt, "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, lambda: True) == AGAIN
 
 
 def test_a_sampled_response_is_continued_only_where_the_operator_accepts_another_rest() -> None:
@@ -61,4 +61,4 @@ def test_a_sampled_response_is_continued_only_where_the_operator_accepts_another
 
 def test_nothing_is_continued_without_the_setting() -> None:
     assert chat(Resume.OFF, temperature=0) is None
-    assert plan_of({"temperature": 0}, Dialect.PLAIN, Resume.EXACT, scale_out=True) is None
+    assert plan_of({"temperature": 0}, Dialect.PLAIN, Resume.EXACT, lambda: True) is None

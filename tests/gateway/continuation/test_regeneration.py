@@ -87,12 +87,17 @@ def fed(one: Regeneration, events: Sequence[Event], dice: random.Random) -> byte
     return returned
 
 
+def lost(server: Server, dice: random.Random) -> tuple[list[Event], bytes, SentText]:
+    """Return the events of a response, the bytes up to a random cut, and the record of them."""
+    events = server.events(dice)
+    sent, number = cut(events, dice)
+    return events, sent, noted(events[:number], server.dialect, dice)
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(server=SERVERS, dice=DICE)
 def test_a_continued_stream_is_like_an_undisturbed_one(server: Server, dice: random.Random) -> None:
-    events = server.events(dice)
-    sent, number = cut(events, dice)
-    record = noted(events[:number], server.dialect, dice)
+    events, sent, record = lost(server, dice)
     rest = fed(Regeneration(record, server.dialect), replace(server, name="B").events(dice), dice)
     undisturbed = b"".join(event.data for event in events)
     assert view_of(sent + rest, server.dialect) == view_of(undisturbed, server.dialect)
@@ -101,9 +106,7 @@ def test_a_continued_stream_is_like_an_undisturbed_one(server: Server, dice: ran
 @settings(max_examples=examples(75), deadline=None)
 @given(server=SERVERS, dice=DICE)
 def test_a_second_continuation_continues_the_first_one(server: Server, dice: random.Random) -> None:
-    events = server.events(dice)
-    sent, number = cut(events, dice)
-    record = noted(events[:number], server.dialect, dice)
+    events, sent, record = lost(server, dice)
     second = replace(server, name="B").events(dice)
     rest = fed(Regeneration(record, server.dialect), second[: dice.randrange(len(second))], dice)
     continued = noted([Event(sent + rest, {})], server.dialect, dice)
