@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import httpx2
 import pytest
 
 from tests.gateway.continuation.stage import CHAT, COMPLETIONS, USAGE, Json, check, cut_in, stage
 from tests.support.cutting_proxy import Cut
 from tests.vllm.continuation import CALLS, CHINESE, FLAGS, POINTS, PROMPT
 from tests.vllm.server import NOT_INSTALLED, Server, installed, running
+from tests.vllm.test_stream_bytes import normalized, undivided
 from upstream.http.deadlines import Timeouts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
@@ -48,3 +51,11 @@ async def test_streams_of_real_servers_are_equal(servers: list[Server]) -> None:
         cut = Cut(len(undisturbed[1].events) // 2, then=lambda port: os.killpg(killed.pop(port), signal.SIGKILL))
         check(await one.send(path, body, cut), undisturbed[1], cut, reasoning=False)
         assert len(killed) == 1
+
+
+async def test_a_stream_that_may_be_continued_has_the_servers_bytes(servers: list[Server]) -> None:
+    async with stage(servers, timeouts=Timeouts(idle=120)) as one:
+        for path, body in REQUESTS:
+            got = (await one.send(path, body)).body
+            reply = await asyncio.to_thread(httpx2.post, servers[0].url + path, json=body, timeout=120)
+            assert b"token_ids" in got and undivided(normalized(got)) == undivided(normalized(reply.content))

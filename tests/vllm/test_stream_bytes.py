@@ -57,6 +57,8 @@ def with_last_fingerprint(stream: bytes) -> bytes:
 
 
 FIRST_ERROR = "an error as the first event"
+CONTINUABLE = "a stream that may be [continued on another server](continuation.md)"
+"""The row of test_lost_streams, which compares the bytes of such streams: only a model with two servers has them."""
 DIFFERENCES: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {"`system_fingerprint` in a stream of several choices or prompts": with_last_fingerprint}
 )
@@ -141,4 +143,4 @@ def test_an_error_as_the_first_event_becomes_an_error_response(real: Real, name:
 def test_the_table_of_differences_is_that_of_the_page() -> None:
     section = _ROUTES.read_text().partition("## Bytes of a stream")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|[^|]+\|$", section, re.MULTILINE)
-    assert rows[1:] == [*DIFFERENCES, FIRST_ERROR]
+    assert rows[1:] == [*DIFFERENCES, FIRST_ERROR, CONTINUABLE]
