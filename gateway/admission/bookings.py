@@ -19,17 +19,17 @@ from gateway.admission.fair_queue import Flow
 
 RETURN_GRACE = 2.0
 """Seconds that a client may be late when it retries after its Retry-After."""
-_OWN = 0.5  # seconds for which only a request with a body of the same size takes a booking
+_OWN = 0.5  # seconds for which only the same request takes a booking
 _AT = attrgetter("at")
 
 
 class Booking(NamedTuple):
-    """The time of a booking, and its request: the service that it will probably get, its leaf, the bytes of its body, and its deadline."""
+    """The time of a booking, and its request: the service that it will probably get, its leaf, its fingerprint, and its deadline."""
 
     at: float
     service: float
     leaf: Flow[Any]
-    size: int
+    fingerprint: int
     deadline: float
 
 
@@ -52,15 +52,15 @@ class Bookings:
         number = next(at for at in range(len(self._bookings) - 1, -1, -1) if self._bookings[at].leaf is heaviest)
         return self._remove(number)
 
-    def take(self, leaf: Flow[Any], size: int, now: float) -> Booking | None:
-        """Remove and return the earliest booking of a leaf whose time has come, if a request with a body of ``size`` bytes may take it.
+    def take(self, leaf: Flow[Any], fingerprint: int, now: float) -> Booking | None:
+        """Remove and return the earliest booking of a leaf whose time has come, if a request with this fingerprint may take it.
 
-        A client that returns sends the same body, so another request of the same flow seldom takes its booking.
+        A client that returns sends the same request, so another request of the same flow takes its booking only if the client is late.
         """
         if not leaf.booked:
             return None
         due = enumerate(self._bookings[: bisect_right(self._bookings, now, key=_AT)])
-        number = next((at for at, each in due if each.leaf is leaf and (each.size == size or now - each.at > _OWN)), None)
+        number = next((at for at, each in due if each.leaf is leaf and (each.fingerprint == fingerprint or now - each.at > _OWN)), None)
         return None if number is None else self._remove(number)
 
     def expire(self, now: float) -> list[Booking]:

@@ -66,7 +66,7 @@ def _call_soon(function: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request, as far as a queue knows it.
+    """A request, as far as a queue knows it. ``fingerprint`` returns a number that only a retry of the same request has, too.
 
     ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
     ``lowered_to``: the class that its client wants, which counts if it is after that of the key. ``arrived``: the start of the time to its
@@ -85,6 +85,7 @@ class QueuedRequest:
     returns: bool = True
     prompt: Prompt | None = None
     preempted_at: float | None = None
+    fingerprint: Callable[[], int] = lambda: 0
 
 
 class QueueMetrics(Protocol):
@@ -493,7 +494,7 @@ class ModelQueue:
             slot.expected = self._expected(slot)
         if plan is None or slot.deadline == math.inf:
             return
-        if (booking := plan.bookings.take(slot.leaf, request.size, now)) is not None:
+        if slot.leaf.booked and (booking := plan.bookings.take(slot.leaf, request.fingerprint(), now)) is not None:
             slot.has_booking, slot.deadline = True, booking.deadline  # of its first attempt: it comes before later requests of its flow
             return
         if self._pool.has_capacity() or self._preempted_for(class_name) is not None:
@@ -529,7 +530,7 @@ class ModelQueue:
         booked = None
         if plan is not None and slot.deadline < math.inf and slot.request.returns and self._pool.is_up:
             booked = plan.add_booking(
-                Booking(now, slot.expected, slot.leaf, slot.request.size, slot.deadline), slot.slack, self.bounds.size, now
+                Booking(now, slot.expected, slot.leaf, slot.request.fingerprint(), slot.deadline), slot.slack, self.bounds.size, now
             )
         if booked is None:
             refusal = self.retry_later(slot.request.since)

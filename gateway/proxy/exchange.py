@@ -292,6 +292,7 @@ def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key
         ttft=ttft_of(headers.get(_TTFT, b"")),
         returns=fallbacks is None or not fallbacks.candidates,
         prompt=upstream.facts.prompt,
+        fingerprint=upstream.fingerprint,
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar
+from zlib import crc32
 
 import msgspec
 import orjson
@@ -29,6 +30,9 @@ from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
 from upstream.balancing.server import Server
+
+_ENDING = 64 * 1024
+"""Bytes of a large request that its fingerprint reads: messages differ at their end."""
 
 
 class FormBody(msgspec.Struct, frozen=True):
@@ -117,6 +121,13 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
             return math.inf
         most = stated_limit(body.document, output)
         return math.inf if most is None else most * math.prod(choices_and_prompts(body.document))
+
+    def fingerprint(self) -> int:
+        """Return a number of the request, from its size and its end. A client's retry has it too; other requests hardly ever do."""
+        body, size = self.body, self.request.body.size
+        if isinstance(body, FormBody):
+            return size
+        return crc32(memoryview(body.content or orjson.dumps({**body.document, "model": self.name}))[-_ENDING:], size)
 
     def compose(self, server: Server, content: bytes | None = None, path: str | None = None) -> tuple[bytes, bytes]:
         """Return the headers and the body, or its first part, for one server. ``content``, ``path``: to continue a response."""

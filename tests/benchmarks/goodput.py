@@ -31,7 +31,8 @@ SLOTS = 8
 LOAD = 1.5
 """Requests that arrive, in times of the capacity."""
 TTFT = 1.0
-SECONDS, DRAIN = 7.0, 2.0
+SECONDS, DRAIN = 20.0, 2.0
+"""An overload of 7 seconds is too short for agents: at first, only the first steps of each one arrive."""
 STEP = "0.03,0.0001,0.00004"
 _WARM_UP, _CALIBRATION = 1.0, 2.5
 _RETURNS = 2

@@ -127,7 +127,9 @@ class SimulatedQueue:
                     server = self.pool.choose()
                     break
                 except NoServerError:
-                    request = QueuedRequest(client.key, self.now, client.size, arrived=attempt.arrived, ttft=client.ttft)
+                    request = QueuedRequest(
+                        client.key, self.now, client.size, arrived=attempt.arrived, ttft=client.ttft, fingerprint=lambda: id(client)
+                    )
                     with self.queues.slot("m", request) as slot:
                         await slot.wait()
             server.start_exchange()

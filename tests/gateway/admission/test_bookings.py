@@ -16,8 +16,8 @@ def flows_of(*weights: float) -> list[Flow[str]]:
     return [queue.leaf([Share("team", 1.0), Share(str(number), weight)]) for number, weight in enumerate(weights)]
 
 
-def booked(bookings: Bookings, leaf: Flow[str], after: float, size: int = 10, most: int = 100) -> Booking | None:
-    return bookings.add(Booking(START + after, 1.0, leaf, size, START), most)
+def booked(bookings: Bookings, leaf: Flow[str], after: float, fingerprint: int = 10, most: int = 100) -> Booking | None:
+    return bookings.add(Booking(START + after, 1.0, leaf, fingerprint, START), most)
 
 
 def test_the_flow_takes_its_booking_at_its_time() -> None:
@@ -29,15 +29,15 @@ def test_the_flow_takes_its_booking_at_its_time() -> None:
     assert found is not None and found.at == START + 5.0 and not len(bookings) and not one.booked
 
 
-def test_a_request_of_another_size_leaves_the_booking_to_its_client_at_first() -> None:
+def test_another_request_leaves_the_booking_to_its_client_at_first() -> None:
     bookings, (one,) = Bookings(), flows_of(1.0)
     booked(bookings, one, 5.0)
-    booked(bookings, one, 5.1, size=20)
+    booked(bookings, one, 5.1, fingerprint=20)
     assert bookings.take(one, 30, START + 5.2) is None
     found = bookings.take(one, 20, START + 5.2)
-    assert found is not None and found.size == 20
+    assert found is not None and found.fingerprint == 20
     found = bookings.take(one, 30, START + 5.6)
-    assert found is not None and found.size == 10
+    assert found is not None and found.fingerprint == 10
 
 
 def test_a_booking_expires_and_keeps_its_flow_until_then() -> None:
@@ -79,12 +79,12 @@ _ACTS = st.lists(
 def test_bookings_are_bounded_and_each_is_taken_once(acts: list[tuple[str, int, int, int]]) -> None:
     bookings, flows, most = Bookings(), flows_of(1.0, 1.0, 4.0), 5
     added = removed = 0
-    for act, flow, after, size in acts:
+    for act, flow, after, mark in acts:
         if act == "add":
             added += 1
-            removed += booked(bookings, flows[flow], after, size, most) is not None
+            removed += booked(bookings, flows[flow], after, mark, most) is not None
         elif act == "take":
-            removed += bookings.take(flows[flow], size, START + after) is not None
+            removed += bookings.take(flows[flow], mark, START + after) is not None
         else:
             removed += len(bookings.expire(START + after))
         assert len(bookings) == added - removed == sum(each.booked for each in flows) <= most

@@ -65,7 +65,7 @@ def _play(patch: pytest.MonkeyPatch, curve: Callable[[float], float], keys: int,
     served = SimulatedQueue(patch, SLOTS, slo, step=STEP)
     clients = []
     for after in _arrivals(draw, curve, seconds):
-        client = Client(Key(f"k{draw.randrange(keys)}"), draw.randint(6, 18), draw.randint(40, 4000), delay=draw.random() / 50)
+        client = Client(Key(f"k{draw.randrange(keys)}"), draw.randint(6, 18), draw.randint(195, 203), delay=draw.random() / 50)
         clients.append(client)
         served.arrive(client, after)
     served.run(seconds + 10.0)
@@ -227,6 +227,7 @@ def test_no_more_is_booked_for_a_time_than_can_be_served_then(bookings_: list[tu
 
 async def test_a_refused_client_returns_and_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookings, "RETURN_GRACE", 1e6)
+    monkeypatch.setattr(bookings, "_OWN", 1e6)
     async with held() as slow, unharmed([bounded(slow.server.port, slo=Slo(600.0))], KEYS) as served:
         tasks = await send_requests(served, "a", 1)
         await slow.reaches(1)
@@ -241,11 +242,14 @@ async def test_a_refused_client_returns_and_is_served(monkeypatch: pytest.Monkey
         [booking] = plan.bookings.between(0.0, math.inf)
         await until(lambda: served.value("queue_bookings", "tiny") == 1)
         await until(lambda: monotonic() >= booking.at, 60.0)
-        tasks += await send_requests(served, "a", 3)
+        tasks += await send_requests(served, "a", 4)
         await until(lambda: queued(served) == 1)
+        assert len(plan.bookings) == 1, "a first request with as many bytes"
+        tasks += await send_requests(served, "a", 3)
+        await until(lambda: queued(served) == 2)
         assert not len(plan.bookings)
-        await slow.let_go(2)
-        assert [await each for each in tasks] == [200, 200, 200]
+        await slow.let_go(3)
+        assert [await each for each in tasks] == [200, 200, 200, 200]
         [refused] = [each for each in served.context.records if each.status == 503]
         assert refused.reason == "queue_predicted" and "was predicted" in str(refused.detail)
         assert served.value("queue_refused_total", "tiny") == 1
