@@ -9,8 +9,8 @@ client that disconnects. Classes that have aged are not preempted.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Protocol
 
@@ -35,24 +35,15 @@ RunningRequests = dict[RunningRequest, str]
 """The requests of a model that may be preempted, and their classes."""
 
 
-class Preemptible:
-    """The context in which a request may be preempted, from its start to its end. It also holds the gauge of its model's requests."""
-
-    __slots__ = ("_class_name", "_gauge", "_request", "_running")
-
-    def __init__(self, running: RunningRequests, request: RunningRequest, class_name: str, gauge: AbstractContextManager[None]) -> None:
-        self._running = running
-        self._request = request
-        self._class_name = class_name
-        self._gauge = gauge
-
-    def __enter__(self) -> None:
-        self._gauge.__enter__()
-        self._running[self._request] = self._class_name
-
-    def __exit__(self, *error: object) -> None:
-        del self._running[self._request]
-        self._gauge.__exit__(None, None, None)
+@contextmanager
+def preemptible(running: RunningRequests, request: RunningRequest, class_name: str, gauge: AbstractContextManager[None]) -> Iterator[None]:
+    """Make a request preemptible from its start to its end. Holds the gauge of its model's requests."""
+    with gauge:
+        running[request] = class_name
+        try:
+            yield
+        finally:
+            del running[request]
 
 
 def preempted_for(class_name: str, running: RunningRequests, shares: QueueShares, aged: Set[str]) -> RunningRequest | None:

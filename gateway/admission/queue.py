@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 from gateway.admission.bookings import RETURN_GRACE, Booking
 from gateway.admission.deadlines import DeadlinePlan
 from gateway.admission.fair_queue import FairQueue, Flow
-from gateway.admission.preemption import Preemptible, RunningRequest, RunningRequests, preempted_for
+from gateway.admission.preemption import RunningRequest, RunningRequests, preempted_for, preemptible
 from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.admission.shares import QueueShares, RequestFlows
@@ -149,7 +149,7 @@ class ModelQueues:
     ) -> AbstractContextManager[None]:
         """Return the context of a request that may be preempted. It holds the gauge of its model's requests."""
         queue = self._queues.get(model)
-        return gauge if queue is None else Preemptible(queue.running, attempt, self._shares.class_of(key, lowered_to), gauge)
+        return gauge if queue is None else preemptible(queue.running, attempt, self._shares.class_of(key, lowered_to), gauge)
 
     def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
         """Return a slot in a model's queue.

@@ -14,7 +14,7 @@ Several workers: each decides by its own streams, and opens at most one step mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -116,29 +116,16 @@ class Progress(NamedTuple):
 
 
 class MeasuredStream:
-    """A stream of a class with adaptive slots. It also holds the gauge of its model's requests."""
+    """The times of a stream of a class with adaptive slots."""
 
-    __slots__ = ("_events", "_gauge", "_has_first", "_last", "_progress", "_received_at", "_slots")
+    __slots__ = ("_events", "_has_first", "_last", "_progress", "_received_at")
 
-    def __init__(
-        self, slots: ClassSlots, gauge: AbstractContextManager[None], received_at: float, progress: Callable[[], Progress]
-    ) -> None:
-        self._slots = slots
-        self._gauge = gauge
+    def __init__(self, received_at: float, progress: Callable[[], Progress]) -> None:
         self._received_at = received_at
         self._progress = progress
         self._has_first = False
         self._last = 0.0
         self._events = 0
-
-    def __enter__(self) -> None:
-        self._gauge.__enter__()
-        self._slots.streams[self] = None
-
-    def __exit__(self, *error: object) -> None:
-        del self._slots.streams[self]
-        self._slots.measure(self, monotonic())
-        self._gauge.__exit__(None, None, None)
 
     def times(self, slo: Slo, now: float) -> Iterator[tuple[str, float]]:
         """Yield the times since the last call: the time to the first token, once; the mean time between tokens.
@@ -188,6 +175,18 @@ class ClassSlots:
             self.adaptive.bound(max(limit - 1, 1))
             self.open = self.adaptive.open
         self.publish()
+
+    @contextmanager
+    def measured(self, gauge: AbstractContextManager[None], received_at: float, progress: Callable[[], Progress]) -> Iterator[None]:
+        """Measure a stream from its start to its end. Holds the gauge of its model's requests."""
+        stream = MeasuredStream(received_at, progress)
+        with gauge:
+            self.streams[stream] = None
+            try:
+                yield
+            finally:
+                del self.streams[stream]
+                self.measure(stream, monotonic())
 
     def measure(self, stream: MeasuredStream, now: float) -> None:
         """Note the times of a stream since it was measured last."""
@@ -300,7 +299,7 @@ class ReservedSlots:
     ) -> AbstractContextManager[None]:
         """Return the context of a stream that is measured if its class has adaptive slots. It holds the gauge."""
         slots = self._models[model].classes.get(of_class) if model in self._models else None
-        return gauge if slots is None or slots.adaptive is None else MeasuredStream(slots, gauge, received_at, progress)
+        return gauge if slots is None or slots.adaptive is None else slots.measured(gauge, received_at, progress)
 
     def tick(self, now: float) -> None:
         """Measure the streams, and once a second decide how many slots are open."""
