@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self
 
 from upstream.http.address import Address
 from upstream.http.errors import LocalLimit, UpstreamError
-from upstream.vllm.bounded_get import get
+from upstream.vllm.bounded_request import fetch
 from upstream.vllm.capabilities import SCALE_OUT_ROUTE, TASK_ROUTES
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class HealthCheck:
 
     async def _get(self, path: str, posted: str | None = None) -> tuple[int, bytes]:
         address, key = self._target.address, self._target.api_key
-        return await get(address, path, api_key=key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT, posted=posted)
+        return await fetch(address, path, api_key=key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT, posted=posted)
 
 
 def _no_listener(error: UpstreamError) -> bool:

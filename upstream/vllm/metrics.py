@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from upstream.http.errors import UpstreamError
-from upstream.vllm.bounded_get import get_within
+from upstream.vllm.bounded_request import fetch_within
 from upstream.vllm.health import ProbeTarget
 
 SIZE_LIMIT = 16 * 1024 * 1024
@@ -22,7 +22,7 @@ class MetricsUnavailableError(Exception):
 async def read(target: ProbeTarget, deadline: float) -> bytes:
     """Send GET /metrics, and return the body within ``deadline`` seconds. Raises MetricsUnavailableError."""
     try:
-        status, body = await get_within(target.address, "/metrics", api_key=target.api_key, deadline=deadline, limit=SIZE_LIMIT)
+        status, body = await fetch_within(target.address, "/metrics", api_key=target.api_key, deadline=deadline, limit=SIZE_LIMIT)
     except TimeoutError:
         raise MetricsUnavailableError(f"{target.name} did not respond within {deadline:g} s") from None
     except UpstreamError as error:

@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from upstream.backoff import Backoff
 from upstream.http.errors import UpstreamError
-from upstream.vllm.bounded_get import get_within
+from upstream.vllm.bounded_request import fetch_within
 from upstream.vllm.health import ProbeTarget
 from upstream.vllm.kv_events.blocks import Changes
 from upstream.vllm.kv_events.follower import EngineFollower
@@ -204,7 +204,7 @@ class _ServerEvents:
         """Return the sockets of each rank. Raises EventsLostError."""
         target = self.target
         try:
-            status, body = await get_within(target.address, PATH, api_key=target.api_key, deadline=_TIMEOUT, limit=_RESPONSE_LIMIT)
+            status, body = await fetch_within(target.address, PATH, api_key=target.api_key, deadline=_TIMEOUT, limit=_RESPONSE_LIMIT)
             if status == 404:
                 return ()  # a vLLM without this route
             if status != 200:

@@ -50,7 +50,7 @@ class _Response:
         """Do nothing: the request was sent in one piece."""
 
 
-async def get(
+async def fetch(
     address: Address, path: str, *, api_key: str | None, timeout: float, tls: ssl.SSLContext | None, limit: int, posted: str | None = None
 ) -> tuple[int, bytes]:
     """Return the status and at most ``limit`` bytes of the body. ``posted``: the JSON of a POST; None for a GET.
@@ -67,11 +67,11 @@ async def get(
     return response.status, bytes(response.body)
 
 
-async def get_within(address: Address, path: str, *, api_key: str | None, deadline: float, limit: int) -> tuple[int, bytes]:
+async def fetch_within(address: Address, path: str, *, api_key: str | None, deadline: float, limit: int) -> tuple[int, bytes]:
     """Return the status and at most ``limit`` bytes of the body, within ``deadline`` seconds. Raises UpstreamError and TimeoutError."""
     tls = ssl.create_default_context() if address.tls else None
     async with asyncio.timeout(deadline):
-        return await get(address, path, api_key=api_key, timeout=2 * deadline, tls=tls, limit=limit)
+        return await fetch(address, path, api_key=api_key, timeout=2 * deadline, tls=tls, limit=limit)
 
 
 def _request(address: Address, path: str, api_key: str | None, posted: str | None) -> bytes:
