@@ -37,6 +37,7 @@ MODULES = (
     "gateway.client.http.parser",
     "gateway.client.request",
     "gateway.continuation.plan",
+    "gateway.continuation.record_memory",
     "gateway.continuation.sent_text",
     "gateway.continuation.token_record",
     "gateway.ledger.journal",

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.api.routes import Dialect
+from gateway.continuation.record_memory import RecordMemory
 
 LONGEST = 1024 * 1024
 """Bytes of the texts of the longest record."""
-STEP = 16 * 1024
-"""Bytes for which memory is reserved at a time."""
+_STEP = 16 * 1024
 ALL = -1
 """The group of a part that comes after all choices."""
 
@@ -58,18 +58,13 @@ Part = Text | Mark | Entries
 
 
 class SentText:
-    """The parts of one stream that the client was sent.
+    """The parts of one stream that the client was sent. ``hold`` reserves their memory (``RecordMemory``)."""
 
-    ``hold`` reserves so many bytes in all, and returns whether they are free. A record without memory is dropped.
-    """
-
-    __slots__ = ("_dialect", "_hold", "_size", "_unused", "counts", "identity", "is_usable", "marks", "sequence", "texts")
+    __slots__ = ("_dialect", "_memory", "counts", "identity", "is_usable", "marks", "sequence", "texts")
 
     def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
         self._dialect: Dialect = dialect
-        self._hold: Callable[[int], bool] = hold
-        self._unused: int = 0
-        self._size: int = 0
+        self._memory: RecordMemory = RecordMemory(hold, _STEP, LONGEST)
         self.texts: dict[Key, bytearray] = {}
         """The joined pieces of each text, as they are written in JSON."""
         self.marks: dict[Key, tuple[Any, Ids]] = {}
@@ -108,8 +103,7 @@ class SentText:
         if not self.is_usable:
             return
         self.sequence += 1
-        self._unused -= len(raw)
-        if self._unused >= 0 or self._has_memory():
+        if self._memory.take(len(raw)):
             self.texts[key].extend(raw)
         else:
             self.drop()
@@ -130,12 +124,6 @@ class SentText:
         """Forget the texts: they cannot be compared."""
         self.is_usable = False
         self.texts, self.marks, self.counts = {}, {}, {}
-
-    def _has_memory(self) -> bool:
-        more = STEP - self._unused
-        self._size += more
-        self._unused = STEP
-        return self._size <= LONGEST and self._hold(self._size)
 
     def _note(self, part: Part) -> None:
         if isinstance(part, Mark):

@@ -18,13 +18,14 @@ import orjson
 
 from gateway.api.json_scan import ELEMENT, Scanner
 from gateway.api.routes import Dialect
+from gateway.continuation.record_memory import RecordMemory
 
 LONGEST = 128 * 1024
 """Tokens of the longest record."""
-STEP = 4096
-"""Tokens for which memory is reserved at a time."""
 BYTES_PER_TOKEN = 6
 """Bytes of a token in a record: its ID, and the number of tokens in its event."""
+_STEP = 4096 * BYTES_PER_TOKEN
+_MOST_OF_EVENT = 0xFFFF
 _PROMPT = "prompt_token_ids"
 _IDS = "token_ids"
 _SPANS: Mapping[str, Any] = {_PROMPT: None, "choices": {ELEMENT: {_IDS: None, _PROMPT: None}}}
@@ -33,15 +34,11 @@ _OPENING = len(b"data: ")
 
 
 class TokenRecord:
-    """The tokens of one stream with one choice.
-
-    ``hold`` reserves so many bytes in all, and returns whether they are free.
-    """
+    """The tokens of one stream with one choice. ``hold`` reserves their memory (``RecordMemory``)."""
 
     __slots__ = (
         "_dialect",
-        "_hold",
-        "_reserved",
+        "_memory",
         "call_ids",
         "counts_reasoning",
         "finish",
@@ -58,8 +55,7 @@ class TokenRecord:
 
     def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
         self._dialect: Dialect = dialect
-        self._hold: Callable[[int], bool] = hold
-        self._reserved: int = 0
+        self._memory: RecordMemory = RecordMemory(hold, _STEP, LONGEST * BYTES_PER_TOKEN)
         self.ids: array[int] = array("I")
         """The tokens of the response so far."""
         self.lengths: array[int] = array("H")
@@ -88,10 +84,9 @@ class TokenRecord:
 
     def add(self, ids: list[int]) -> None:
         """Add the tokens of one event."""
-        if len(ids) > self._reserved and not self._may_add(len(ids)):
+        if len(ids) > _MOST_OF_EVENT or not self._memory.take(len(ids) * BYTES_PER_TOKEN):
             self.drop()
             return
-        self._reserved -= len(ids)
         before = len(self.ids)
         try:
             self.ids.extend(ids)
@@ -116,14 +111,6 @@ class TokenRecord:
         """Add the tokens of an event with an empty text, as they are written in it."""
         if self.is_usable:
             self.add([int(ids)] if ids.find(b",") < 0 else [int(each) for each in ids.split(b",")])
-
-    def _may_add(self, count: int) -> bool:
-        """Reserve memory for this number of tokens and some more. Returns False for a record that is too long, or without memory."""
-        total = len(self.ids) + len(self.prompt) + max(count, STEP)
-        if count > 0xFFFF or total > LONGEST or not self._hold(total * BYTES_PER_TOKEN):
-            return False
-        self._reserved = max(count, STEP)
-        return True
 
     def drop(self) -> None:
         """Forget the tokens: the stream cannot be continued."""
@@ -164,9 +151,11 @@ class TokenRecord:
         if not isinstance(prompt, list) or self.prompt_size:
             return
         self.prompt_size = len(prompt)
-        if self._dialect is Dialect.COMPLETIONS and self._may_add(len(prompt)):
+        if self._dialect is not Dialect.COMPLETIONS:
+            return
+        if self._memory.take(len(prompt) * BYTES_PER_TOKEN):
             self.prompt = _array(prompt)
-        elif self._dialect is Dialect.COMPLETIONS:
+        else:
             self.drop()
 
     def _note(self, choice: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ def test_a_record_without_memory_is_dropped() -> None:
 
 def test_a_long_record_is_dropped() -> None:
     record = SentText(Dialect.COMPLETIONS, lambda _: True)
-    record.take(b"", {"id": "1", "choices": [{"index": 0, "text": "x" * LONGEST, "finish_reason": None}]})
+    record.take(b"", {"id": "1", "choices": [{"index": 0, "text": "x" * (LONGEST + 1), "finish_reason": None}]})
     assert not record.is_usable
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.routes import Dialect
-from gateway.continuation.token_record import BYTES_PER_TOKEN, LONGEST, STEP, TokenRecord
+from gateway.continuation.token_record import LONGEST, TokenRecord
 from tests.support.examples import examples
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -99,18 +99,6 @@ def test_what_is_no_vocabulary_ends_the_record(ids: list[int]) -> None:
     assert not record.ids
 
 
-def test_memory_is_reserved_in_steps() -> None:
-    sizes = list[int]()
-
-    def hold(size: int) -> bool:
-        sizes.append(size)
-        return True
-
-    record = recorded([chunk({"content": "a"}, [n]) for n in range(2 * STEP)], hold=hold)
-    assert sizes == [STEP * BYTES_PER_TOKEN, 2 * STEP * BYTES_PER_TOKEN]
-    assert len(record.ids) == 2 * STEP
-
-
 def test_without_memory_the_record_ends_and_the_stream_continues() -> None:
     record = TokenRecord(Dialect.CHAT, lambda _: False)
     document = chunk({"content": "a"}, [1])
@@ -122,6 +110,15 @@ def test_without_memory_the_record_ends_and_the_stream_continues() -> None:
 
 def test_a_record_has_a_greatest_length() -> None:
     record = TokenRecord(Dialect.CHAT, unlimited)
-    for _ in range(LONGEST // STEP + 1):
-        record.add([1] * STEP)
+    for _ in range(LONGEST // 1024):
+        record.add([1] * 1024)
+    assert record.is_usable
+    record.add([1])
     assert not record.is_usable
+
+
+@pytest.mark.parametrize(("tokens", "is_recorded"), [(LONGEST - 1, True), (LONGEST, False)])
+def test_the_prompt_of_a_completion_is_part_of_the_record(tokens: int, is_recorded: bool) -> None:
+    choice = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [2] * tokens}
+    record = recorded([{**HEAD, "choices": [choice]}], Dialect.COMPLETIONS)
+    assert (record.is_usable, record.prompt_size) == (is_recorded, tokens)
