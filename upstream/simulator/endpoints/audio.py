@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import math
 import wave
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
 from starlette.datastructures import FormData, UploadFile
 
 from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
-from upstream.simulator.endpoints.chat import DONE
 from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.endpoints.streams import DONE, StreamShape, frame
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, Job, Transcript, now
-from upstream.simulator.errors import ApiError
 from upstream.simulator.text.plan import GenerationRequest, Prompt
 
 TOKENS_PER_SECOND = 50
@@ -84,7 +82,7 @@ def job(call: ApiRequest, recording: Recording, task: Task) -> Job:
     return Job(transcript, response, bool(request.stream), call.behavior, refusal)
 
 
-class AudioResponse:
+class AudioResponse(StreamShape):
     """A transcription's shapes."""
 
     def __init__(
@@ -98,9 +96,6 @@ class AudioResponse:
         self._head = {"id": name, "object": f"{_NAMES[task]}.chunk", "created": now(), "model": request.model or model}
         self._at_end = call.settings.force_include_usage or bool(request.stream_include_usage)
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
-
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         for emission in emissions:
             text = emission.token.text if emission.token else ""
@@ -108,18 +103,12 @@ class AudioResponse:
             if emission.finish is not None:
                 choice |= {"finish_reason": emission.finish, "stop_reason": emission.stop}
             running = {"usage": self._usage()} if self._at_end and self._request.stream_continuous_usage_stats else {}
-            yield _frame({**self._head, "choices": [choice], **running})
+            yield frame({**self._head, "choices": [choice], **running})
 
     def closing(self) -> Iterator[bytes]:
         if self._at_end:
-            yield _frame({**self._head, "choices": [], "usage": self._usage()})
+            yield frame({**self._head, "choices": [], "usage": self._usage()})
         yield DONE
-
-    def failure(self, refusal: ApiError) -> Iterable[bytes]:
-        return refusal.event(), DONE
-
-    def error_body(self, refusal: ApiError) -> Any:
-        return refusal.body()
 
     def _usage(self) -> dict[str, Any]:
         return usage.counts(self._transcript.prompt_tokens, self._transcript.completion_tokens)
@@ -147,7 +136,3 @@ class AudioResponse:
         }
         body = {"duration": self._recording.seconds, "language": self._request.language or "en", "text": text, "segments": [segment]}
         return {**body, "words": None}
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"

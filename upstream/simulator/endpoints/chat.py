@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,13 +12,12 @@ from pydantic import Field
 from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.fields import Fields, OrZero, Sampling
+from upstream.simulator.endpoints.streams import DONE, StreamShape, frame
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, context_checked, fingerprint, now, output_checked
 from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import chat_entry
 from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, Tool
-
-DONE = b"data: [DONE]\n\n"
 
 
 class Message(Fields):
@@ -262,7 +261,7 @@ def _content(message: Message) -> str:
     return text + (orjson.dumps(message.tool_calls).decode() if message.tool_calls else "")
 
 
-class ChatResponse:
+class ChatResponse(StreamShape):
     """The shapes of a chat response."""
 
     def __init__(self, call: ApiRequest, prepared: Prepared, transcript: Transcript) -> None:
@@ -275,9 +274,6 @@ class ChatResponse:
         self._parses = call.settings.reasoning_parser is not None or call.settings.tool_parser is not None
         self._hides = not prepared.request.include_reasoning and self._parses
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
-
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         if not emissions:
             yield from self._roles()
@@ -289,24 +285,18 @@ class ChatResponse:
     def closing(self) -> Iterator[bytes]:
         if self._usage.at_end:
             totals = usage.present(usage.chat(self._transcript, self._settings))
-            yield _frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
+            yield frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
         yield DONE
-
-    def failure(self, refusal: ApiError) -> Iterable[bytes]:
-        return refusal.event(), DONE
-
-    def error_body(self, refusal: ApiError) -> Any:
-        return refusal.body()
 
     def _roles(self) -> Iterator[bytes]:
         ids = self._prompt.ids if self._request.return_token_ids else None
         text = self._prompt.text if self._request.return_prompt_text else None
         for at in range(len(self._transcript.choices)):
             choice = {"index": at, "delta": {"role": self._role, "content": ""}, "logprobs": None, "finish_reason": None}
-            yield _frame({**self._head, "choices": [choice], **self._running_usage(at), "prompt_token_ids": ids, "prompt_text": text})
+            yield frame({**self._head, "choices": [choice], **self._running_usage(at), "prompt_token_ids": ids, "prompt_text": text})
             if self._echoed:
                 echo = {"index": at, "delta": {"content": self._echoed}, "logprobs": None, "finish_reason": None}
-                yield _frame({**self._head, "choices": [echo], **self._running_usage(at)})
+                yield frame({**self._head, "choices": [echo], **self._running_usage(at)})
 
     @property
     def _role(self) -> str:
@@ -330,7 +320,7 @@ class ChatResponse:
         event = {**self._head, "choices": [{**choice, "token_ids": ids}], **self._running_usage(emission.choice)}
         if emission.finish is not None and not self._usage.at_end:
             event["system_fingerprint"] = fingerprint(self._settings)
-        return _frame(event)
+        return frame(event)
 
     def _delta(self, emission: Emission, generated: GeneratedChoice) -> dict[str, Any] | None:
         token = emission.token
@@ -407,7 +397,3 @@ class ChatResponse:
             ]
         message["reasoning"] = (generated.reasoning or None) if self._request.include_reasoning else None
         return message
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"

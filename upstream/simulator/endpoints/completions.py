@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field
 
 from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
-from upstream.simulator.endpoints.chat import DONE
 from upstream.simulator.endpoints.fields import Sampling
+from upstream.simulator.endpoints.streams import DONE, StreamShape, frame
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, context_checked, fingerprint, now, output_checked
-from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import completion_logprobs
 from upstream.simulator.text.plan import GenerationRequest, Prompt, prompts_of
 from upstream.simulator.text.tokenizer import piece_of
@@ -75,7 +73,7 @@ def _generation_request(call: ApiRequest, request: CompletionRequest) -> Generat
     )
 
 
-class CompletionResponse:
+class CompletionResponse(StreamShape):
     """A completion's shapes. Choices are numbered prompt by prompt."""
 
     def __init__(self, call: ApiRequest, request: CompletionRequest, model: str, transcript: Transcript) -> None:
@@ -86,9 +84,6 @@ class CompletionResponse:
         self._usage = usage.UsageOptions.of(request.stream_options, call.settings)
         self._offsets = [0] * len(transcript.choices)
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
-
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         for emission in emissions:
             yield self._event(emission)
@@ -96,14 +91,8 @@ class CompletionResponse:
     def closing(self) -> Iterator[bytes]:
         if self._usage.at_end:
             totals = usage.present(usage.completion(self._transcript, self._settings))
-            yield _frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
+            yield frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
         yield DONE
-
-    def failure(self, refusal: ApiError) -> Iterable[bytes]:
-        return refusal.event(), DONE
-
-    def error_body(self, refusal: ApiError) -> Any:
-        return refusal.body()
 
     def _event(self, emission: Emission) -> bytes:
         at, generated = emission.choice, self._transcript.choices[emission.choice]
@@ -128,7 +117,7 @@ class CompletionResponse:
             event["usage"] = usage.counts(len(self._prompt(at).ids), len(generated.tokens))
         if emission.finish is not None and not self._usage.at_end:
             event["system_fingerprint"] = fingerprint(self._settings)
-        return _frame(event)
+        return frame(event)
 
     def _prompt(self, at: int) -> Prompt:
         return self._transcript.plan.prompts[at // self._request.n]
@@ -166,7 +155,3 @@ class CompletionResponse:
             "prompt_token_ids": prompt.ids if self._request.return_token_ids else None,
             "routed_experts": None,
         }
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"

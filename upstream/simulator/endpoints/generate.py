@@ -5,7 +5,7 @@ The rule: a prompt that ends with the start of a response generates exactly its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import orjson
@@ -13,11 +13,10 @@ from pydantic import Field, ValidationError, field_validator
 
 from upstream.simulator import errors
 from upstream.simulator.endpoints import chat, fields, usage
-from upstream.simulator.endpoints.chat import DONE
 from upstream.simulator.endpoints.fields import Fields, Priority, Sampling, StreamOptions, StructuredOutputs
+from upstream.simulator.endpoints.streams import DONE, StreamShape, frame
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, now
-from upstream.simulator.errors import ApiError
 from upstream.simulator.text import tokenizer
 from upstream.simulator.text.logprobs import token_entry
 from upstream.simulator.text.plan import NAME_END, GenerationRequest, Prompt, Token, Tool
@@ -132,7 +131,7 @@ class _Tag(Fields):
         return Tool(self.begin.removeprefix(tokenizer.CALL).removesuffix(NAME_END), self.content.json_schema)
 
 
-class GenerateResponse:
+class GenerateResponse(StreamShape):
     """The shapes of a response of token IDs."""
 
     def __init__(self, call: ApiRequest, request: GenerateRequest, model: str, transcript: Transcript) -> None:
@@ -144,9 +143,6 @@ class GenerateResponse:
         self._prompt_ids = transcript.plan.prompts[0].ids if request.return_token_ids else None
         self._usage = usage.UsageOptions.requested(request.stream_options)
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
-
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         for emission in emissions:
             yield self._event(emission)
@@ -154,14 +150,8 @@ class GenerateResponse:
     def closing(self) -> Iterator[bytes]:
         if self._usage.at_end:
             totals = usage.present(usage.completion(self._transcript, self._settings))
-            yield _frame({"request_id": self._id, "usage": totals, "output_mode": "tokens", "choices": []})
+            yield frame({"request_id": self._id, "usage": totals, "output_mode": "tokens", "choices": []})
         yield DONE
-
-    def failure(self, refusal: ApiError) -> Iterable[bytes]:
-        return refusal.event(), DONE
-
-    def error_body(self, refusal: ApiError) -> Any:
-        return refusal.body()
 
     def _event(self, emission: Emission) -> bytes:
         generated = self._transcript.choices[emission.choice]
@@ -170,7 +160,7 @@ class GenerateResponse:
         self._prompt_ids = None
         counts = usage.without_details(self._transcript.prompt_tokens, len(generated.tokens)) if self._usage.running else None
         choice = self._choice(emission.choice, generated, tokens, emission.finish)
-        return _frame({"request_id": self._id, "usage": counts, **shown, "output_mode": "tokens", "choices": [choice]})
+        return frame({"request_id": self._id, "usage": counts, **shown, "output_mode": "tokens", "choices": [choice]})
 
     def body(self) -> dict[str, Any]:
         return {
@@ -203,7 +193,3 @@ class GenerateResponse:
             "weight_versions": [{"version": "default", "start": 0, "end": len(generated.tokens)}] if finish is not None else None,
             "logprobs": logprobs,
         }
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"

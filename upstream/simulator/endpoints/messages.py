@@ -19,7 +19,7 @@ from upstream.simulator.endpoints import chat, fields, usage
 from upstream.simulator.endpoints.chat import Prepared
 from upstream.simulator.endpoints.fields import MOST_STOPS, Fields
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, ResponseShape, Transcript
 from upstream.simulator.errors import ApiError
 from upstream.simulator.flags import Settings
 from upstream.simulator.text.plan import Token, TokenKind
@@ -181,7 +181,7 @@ def _block_text(block: dict[str, Any]) -> str:
     return str(block.get("text") or block.get("thinking") or f"<{block.get('type')}>")
 
 
-class MessagesResponse:
+class MessagesResponse(ResponseShape):
     """A message's shapes: named events, one content block open at a time."""
 
     def __init__(self, prepared: Prepared, transcript: Transcript, settings: Settings) -> None:
@@ -194,9 +194,6 @@ class MessagesResponse:
     @property
     def _generated(self) -> GeneratedChoice:
         return self._transcript.choices[0]
-
-    def opening(self) -> Iterable[bytes]:
-        return ()
 
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         if not emissions:

@@ -19,8 +19,7 @@ from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.fields import Fields, Priority
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import ApiRequest, Job, Transcript, context_checked, now
-from upstream.simulator.errors import ApiError
+from upstream.simulator.engine.job import ApiRequest, Job, ResponseShape, Transcript, context_checked, now
 from upstream.simulator.text.plan import Prompt, empty_plan, prompts_of
 from upstream.simulator.text.speaker import seed_of
 
@@ -92,13 +91,10 @@ class ScoreRequest(Fields):
 
 
 @dataclass(slots=True)
-class Ready:
+class Ready(ResponseShape):
     """A response without generated tokens: it is complete after the prompt has been read."""
 
     content: dict[str, Any]
-
-    def opening(self) -> Iterable[bytes]:
-        return ()
 
     def step(self, _emissions: list[Emission]) -> Iterable[bytes]:
         return ()
@@ -106,14 +102,8 @@ class Ready:
     def closing(self) -> Iterable[bytes]:
         return ()
 
-    def failure(self, _refusal: ApiError) -> None:
-        return None
-
     def body(self) -> dict[str, Any]:
         return self.content
-
-    def error_body(self, refusal: ApiError) -> dict[str, Any]:
-        return refusal.body()
 
 
 def embeddings(call: ApiRequest) -> Job:

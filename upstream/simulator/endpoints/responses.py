@@ -5,7 +5,7 @@ Nothing is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE. The strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from upstream.simulator.endpoints import chat, fields
 from upstream.simulator.endpoints.chat import Prepared
 from upstream.simulator.endpoints.fields import Fields, OrZero, Priority
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, now, output_checked, random_id
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, ResponseShape, Transcript, now, output_checked, random_id
 from upstream.simulator.errors import ApiError
 from upstream.simulator.text.plan import Token, TokenKind
 
@@ -155,7 +155,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item.get("role", "user"), "content": item.get("content")}
 
 
-class ResponsesResponse:
+class ResponsesResponse(ResponseShape):
     """A response's shapes: numbered events, one output item open at a time."""
 
     def __init__(self, request: ResponsesRequest, prepared: Prepared, transcript: Transcript) -> None:
@@ -187,12 +187,6 @@ class ResponsesResponse:
     def closing(self) -> Iterator[bytes]:
         yield from self._close()
         yield self._event("response.completed", response=self._response(self._status(), self._output, self._usage()))
-
-    def failure(self, _refusal: ApiError) -> Iterable[bytes] | None:
-        return None
-
-    def error_body(self, refusal: ApiError) -> Any:
-        return refusal.body()
 
     def _shown(self, token: Token) -> Iterator[bytes]:
         if token.kind is TokenKind.REASONING and not self._request.include_reasoning:

@@ -109,6 +109,7 @@ class ResponseShape(Protocol):
 
     def opening(self) -> Iterable[bytes]:
         """Return the events before the engine starts."""
+        return ()
 
     def step(self, emissions: list[Emission]) -> Iterable[bytes]:
         """Return the events of one step. The first step has no emissions."""
@@ -116,14 +117,16 @@ class ResponseShape(Protocol):
     def closing(self) -> Iterable[bytes]:
         """Return the events after the last token."""
 
-    def failure(self, refusal: ApiError) -> Iterable[bytes] | None:
+    def failure(self, _refusal: ApiError) -> Iterable[bytes] | None:
         """Return the events of a failure in the stream, or None if vLLM closes the connection."""
+        return None
 
     def body(self) -> Any:
         """Return the response without streaming, for JSON."""
 
     def error_body(self, refusal: ApiError) -> Any:
         """Return an error, for JSON."""
+        return refusal.body()
 
 
 @dataclass(slots=True)
