@@ -120,15 +120,9 @@ async function readKey(id) {
 
 async function showKey(id) {
   const again = () => showKey(id);
-  let key;
-  try {
-    key = await readKey(id);
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    return showMissing("There is no such key in the store or in gateway.yaml. It may have been deleted.");
-  }
-  $("one-title").textContent = key.id;
-  document.title = `${key.id} · Keys`;
+  const missing = "There is no such key in the store or in gateway.yaml. It may have been deleted.",
+    key = await openEntry(() => readKey(id), "Keys", missing);
+  if (key === null) return;
   const from = key.stored
     ? ["Kept in the store"]
     : ["Kept in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shellText(id)}`)];
@@ -271,20 +265,14 @@ function rotate(key, again) {
     fields: [field("The old secret stays valid for", overlap)],
     command: () => `vllm-gateway keys rotate ${shellText(key.id)} --overlap ${overlap.value}`,
     act: async () => {
-      let response;
-      try {
-        response = await checked(
-          await request(`${pathOf(key.id)}/rotate`, {
-            method: "POST",
-            headers: { "if-match": key.tag, "idempotency-key": once },
-            json: { overlap: overlap.value },
-          }),
-        );
-      } catch (error) {
-        if (error.status !== 412) throw error;
-        await again();
-        throw new Error("It was changed meanwhile, so nothing was done. Close this dialog to see the new state, and try again.");
-      }
+      const response = await changeEntry(
+        `${pathOf(key.id)}/rotate`,
+        "POST",
+        key.tag,
+        again,
+        { overlap: overlap.value },
+        { "idempotency-key": once },
+      );
       const { secret } = await response.json();
       await again();
       return secretOnce(`The new secret of ${key.id}:`, secret);

@@ -43,10 +43,24 @@ async function readEntry(path) {
   const response = await checked(await request(path));
   return { ...(await response.json()), tag: response.headers.get("etag") };
 }
-// Change a version of an entry. `again` shows the new state if it was changed meanwhile.
-async function changeEntry(path, method, tag, again, json) {
+// Read one entry, and make it the title of the page. If it does not exist, show the text and return null.
+async function openEntry(read, kind, missing) {
   try {
-    return await checked(await request(path, { method, headers: { "if-match": tag }, ...(json === undefined ? {} : { json }) }));
+    const entry = await read();
+    $("one-title").textContent = entry.id;
+    document.title = `${entry.id} · ${kind}`;
+    return entry;
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    showMissing(missing);
+    return null;
+  }
+}
+// Change a version of an entry. `again` shows the new state if it was changed meanwhile.
+async function changeEntry(path, method, tag, again, json, headers = {}) {
+  try {
+    const body = json === undefined ? {} : { json };
+    return await checked(await request(path, { method, headers: { "if-match": tag, ...headers }, ...body }));
   } catch (error) {
     if (error.status !== 412) throw error;
     await again();

@@ -61,15 +61,8 @@ async function readTeam(id) {
 
 async function showTeam(id) {
   const again = () => showTeam(id);
-  let team;
-  try {
-    team = await readTeam(id);
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    return showMissing("There is no such team in the store or in gateway.yaml.");
-  }
-  $("one-title").textContent = team.id;
-  document.title = `${team.id} · Teams`;
+  const team = await openEntry(() => readTeam(id), "Teams", "There is no such team in the store or in gateway.yaml.");
+  if (team === null) return;
   const facts = team.stored
     ? [
         ["Kept in", "the store"],
