@@ -58,6 +58,7 @@ _TOKENS = "tokens_total"
 _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
 _READ_AT_ONCE = 200  # keys whose counters are read in one tick
+_READ_TO_DISPATCH = 4  # keys whose counters are read at most before a request is dispatched
 
 
 def _call_soon(function: Callable[[], None]) -> None:
@@ -351,6 +352,8 @@ class ModelQueue:
                 if not self._waiting.waits_up_to(tier := self._pool.open_tier()):
                     break
                 now = monotonic()
+                if self._metrics.has_peers:
+                    self._charge_next(now, tier)
                 preferred = self._with_most_cached(now, tier) if self._deficit else None
                 if self._plan is not None:
                     late = self._waiting.next(tier)[0] if preferred is None else preferred.first
@@ -421,15 +424,37 @@ class ModelQueue:
 
     def _charge_unseen(self, key: KeyFlow, now: float) -> None:
         """Charge a key's flows for its requests that have ended without waiting, and for those of other workers."""
-        use = key.use
-        service = self._weights.service(use.own.take_unseen())
+        service = self._weights.service(key.use.own.take_unseen())
         key.metrics.service[0] += service
         if self._metrics.has_peers:
-            before = key.in_flight
-            key.in_flight = sum(each[0] for each in self._metrics.peer_cells(_IN_FLIGHT, *key.labels) if each is not None)
-            service += self._weights.service(use.peers.take_unseen()) + key.in_flight - before
+            service += self._unseen_of_peers(key)
+        self._charge_served(key, service, now)
+
+    def _unseen_of_peers(self, key: KeyFlow) -> float:
+        """Return the service that a key got in other workers, or lost there by corrections, since the last call."""
+        before, key.in_flight = key.in_flight, 0.0
+        for each in self._metrics.peer_cells(_IN_FLIGHT, *key.labels):
+            if each is not None:
+                key.in_flight += each[0]
+        return self._weights.service(key.use.peers.take_unseen()) + key.in_flight - before
+
+    def _charge_served(self, key: KeyFlow, service: float, now: float) -> None:
         if service:
-            self._waiting.charge_served(key.flow, service, self._weights.service(key.use.usual.estimate(0)), now)
+            self._waiting.charge_served(key.flow, service, self._weights.completion * key.use.usual.output, now)
+
+    def _charge_next(self, now: float, tier: float) -> None:
+        """Charge the key of the next request for what it has used in other workers by now, until the same request remains the next.
+
+        The tags of the other keys may be too small, but seldom too large, so reading the counters of all keys would change little.
+        """
+        slot, _ = self._waiting.next(tier)
+        for _ in range(_READ_TO_DISPATCH):
+            if not (service := self._unseen_of_peers(slot.key_flow)):
+                return
+            self._charge_served(slot.key_flow, service, now)
+            before, (slot, _) = slot, self._waiting.next(tier)
+            if slot is before:
+                return
 
     def finish(self, slot: QueueSlot, usage: Usage | None, computed: Tokens, first_token: float | None) -> None:
         """Settle the charge of a request that was dispatched. ``computed``: what the server has computed if there is no ``usage``."""

@@ -98,28 +98,32 @@ class SeenTokens:
         self._cells = tuple(cells)
         self._seen = self._counted()
 
-    def _counted(self) -> Tokens:
+    def _counted(self) -> tuple[float, float]:
         prompt = output = 0.0
-        for each in self._cells:
-            prompt += each.prompt[0] - each.cached[0]
-            output += each.completion[0]
-        return Tokens(prompt, output)
+        for prompts, completions, cached in self._cells:
+            prompt += prompts[0] - cached[0]
+            output += completions[0]
+        return prompt, output
 
     def take_unseen(self) -> Tokens:
         """Return the tokens that were counted since the last call, without those of ``note``."""
-        before, self._seen = self._seen, self._counted()
-        return Tokens(self._seen.prompt - before.prompt, self._seen.output - before.output)
+        before, now = self._seen, self._counted()
+        if now == before:
+            return NO_TOKENS
+        self._seen = now
+        return Tokens(now[0] - before[0], now[1] - before[1])
 
     def note(self, tokens: Tokens) -> None:
         """Note the tokens of a request that is charged on its own. They are counted now or soon."""
-        self._seen = Tokens(self._seen.prompt + tokens.prompt, self._seen.output + tokens.output)
+        prompt, output = self._seen
+        self._seen = prompt + tokens.prompt, output + tokens.output
 
     def use(self, cells: Sequence[TokenCells]) -> None:
         """Read these counters from now on: a reload may have added an adapter. The earlier counts of new ones are not unseen."""
         unseen = self.take_unseen()
         self._cells = tuple(cells)
-        now = self._counted()
-        self._seen = Tokens(now.prompt - unseen.prompt, now.output - unseen.output)
+        prompt, output = self._counted()
+        self._seen = prompt - unseen.prompt, output - unseen.output
 
     def add(self, cells: Sequence[TokenCells]) -> None:
         """Read also those that have been created since. All that they have counted is unseen."""
