@@ -1,8 +1,8 @@
 """Continue the stream of a lost server on another one, as if nothing had happened.
 
-The rules: a stream is continued by the plan of its request only, at most ``MOST`` times. The events of the other server go through the
-same ``EventRelay`` as the first ones, so the client, the limits and the ledger see one response. If no server can continue the stream, the
-failure of the first server ends it, as without a plan.
+The rules: a stream is continued by the plan of its request only, at most ``MOST`` times, and within the total timeout of its first
+response. The events of the other server go through the same ``EventRelay`` as the first ones, so the client, the limits and the ledger see
+one response. If no server can continue the stream, the failure of the first server ends it, as without a plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -27,6 +28,7 @@ from gateway.telemetry.request_record import Continuation
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.server import Server
+from upstream.http.deadlines import Timeouts
 from upstream.http.errors import Aborted, BadResponse, Moved, ServerError, UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter
 
@@ -63,7 +65,7 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
     failures = 0
     while stream.record and stream.record.is_usable:
         failures += not isinstance(lost, Moved)
-        if failures > MOST:
+        if failures > MOST or _timeouts(upstream, context).total <= 0.0:
             break
         rest = _REST[type(stream.record)](lost, stream, upstream, context, send)
         try:
@@ -84,6 +86,13 @@ async def continue_stream(error: BaseException, upstream: UpstreamRequest, conte
         lost = next_lost
     stream.end_truncated()
     raise error
+
+
+def _timeouts(upstream: UpstreamRequest, context: RequestContext) -> Timeouts:
+    """Return the timeouts of the rest of a stream: the time since its request was sent first is part of the total."""
+    timeouts, attempt = upstream.model.model.timeouts, context.attempt
+    assert attempt is not None and attempt.composed_at is not None
+    return replace(timeouts, total=timeouts.total - (monotonic() - attempt.composed_at))
 
 
 class _Rest:
@@ -123,8 +132,8 @@ class _Rest:
 
         Raises NoServerError, Refusal, InvalidReplyError and DifferentError.
         """
-        context, model = self._context, self._upstream.model
-        attempt = Attempt(self._pool, model.model.timeouts, context.worker.deadlines, streams=True)
+        context = self._context
+        attempt = Attempt(self._pool, _timeouts(self._upstream, context), context.worker.deadlines, streams=True)
         assert context.attempt is not None
         attempt.replace(context.attempt)
         try:

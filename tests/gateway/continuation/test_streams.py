@@ -15,6 +15,7 @@ from tests.gateway.continuation.stage import (
     CHAT,
     COMPLETIONS,
     MANY_BYTES,
+    PLAIN,
     REQUESTS,
     chat,
     check,
@@ -106,6 +107,17 @@ async def test_a_stream_of_a_silent_server_is_equal(servers: list[Simulated]) ->
             outcome = await one.run(name, Cut(5, closes=False))
             check(outcome, await one.expected(name))
             assert outcome.record.continuations[0].cause == "idle_timeout"
+
+
+async def test_the_total_timeout_bounds_a_stream_with_its_continuations() -> None:
+    with simulators(2, "--sim-tokens-per-second", "30") as servers:
+        async with stage(servers, timeouts=Timeouts(total=2.0)) as one:
+            endless = chat("Count.", min_tokens=2000, max_tokens=2000, **PLAIN)
+            alone = await one.send(CHAT, endless)
+            assert (alone.record.code, alone.record.continuations) == ("upstream_timeout", ())
+            outcome = await one.send(CHAT, endless, Cut(5))
+            assert (outcome.record.code, len(outcome.record.continuations)) == ("upstream_disconnected", 1)
+            assert "total_timeout" in {reason for _, _, reason in outcome.record.failures}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
