@@ -96,7 +96,7 @@ class Operations(Protocol):
         """Start the model's servers as a request would."""
 
     async def cordon(self, server: str) -> None:
-        """Take one server out of rotation. Its open requests finish."""
+        """Take one server out of rotation. Its requests finish or continue elsewhere."""
 
     async def uncordon(self, server: str) -> None:
         """Return a server to rotation."""
