@@ -214,6 +214,41 @@ LIMITS = {
     "gateway/limits/lease.py": Tested((f"{_FOLDER}/test_lease.py", *_SETTLED_IN_STORE)),
 }
 
+_CONTINUED, _QUEUES = "tests/gateway/continuation", "tests/gateway/admission"
+_FAST = "tests/gateway/proxy/test_fast_path.py"
+
+CONTINUATION = {
+    **{
+        f"gateway/continuation/{name}.py": Tested((*_ALONE, f"{_CONTINUED}/test_{name}.py"))
+        for name in ("plan", "events", "completion", "chat", "record_memory", "token_record", "regeneration")
+    },
+    "gateway/continuation/sent_text.py": Tested(
+        (
+            *_ALONE,
+            f"{_CONTINUED}/test_sent_text.py",
+            f"{_CONTINUED}/test_regeneration.py",
+            f"{_FAST}::test_both_paths_record_the_same_texts",
+        )
+    ),
+    "gateway/proxy/recorded_chunks.py": Tested((*_ALONE, _FAST)),
+}
+
+QUEUES = {
+    "gateway/admission/bookings.py": Tested((*_ALONE, f"{_QUEUES}/test_bookings.py")),
+    "gateway/admission/service.py": Tested((*_ALONE, f"{_QUEUES}/test_service.py", f"{_QUEUES}/test_fair_queue.py")),
+    "gateway/admission/fair_queue.py": Tested((*_ALONE, f"{_QUEUES}/test_fair_queue.py", f"{_QUEUES}/test_bookings.py")),
+    "gateway/admission/reserved_slots.py": Tested((*_ALONE, f"{_QUEUES}/test_reserved_slots.py")),
+    "gateway/admission/preemption.py": Tested(
+        _some(
+            f"{_QUEUES}/test_preemption.py",
+            "test_its_prompt_is_charged_and_its_charge_is_settled_once",
+            "test_the_latest_request_is_preempted_and_the_work_on_the_others_is_not_lost",
+            "test_a_request_of_the_same_class_is_not_preempted",
+            "test_a_class_that_has_aged_is_not_preempted",
+        )
+    ),
+}
+
 _SCRIPTS = (
     *_some(
         _STORE,
@@ -263,6 +298,8 @@ AREAS: Mapping[str, Area] = MappingProxyType(
         "ejection": Area("Ejection", EJECTION),
         "settlement": Area("Settlement", SETTLEMENT),
         "limits": Area("Limits in memory", LIMITS, 250),
+        "continuation": Area("Continuation", CONTINUATION, 80),
+        "queues": Area("Queues", QUEUES, 80),
         "scripts": Area("Limits in Redis", LIMITS_IN_REDIS, 60),
     }
 )
