@@ -39,7 +39,7 @@ def queue_report(series: Mapping[Series, Sequence[float]], model: str | None = N
 
 
 def _open_slots(series: Mapping[Series, Sequence[float]], model: str | None) -> list[dict[str, Any]]:
-    """Return a row for each class with reserved slots: the least of all workers, which follow it, and the longest times."""
+    """Return a row for each class with reserved slots: the least open slots of any worker, and the longest times."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for each, cells in series.items():
         if each.family not in ("open_slots", "objective_ratio") or model not in (None, each.labels[0]) or not cells[0]:

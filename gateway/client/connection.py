@@ -294,7 +294,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def has_valid_key(self) -> bool:
-        """Whether the last inference request had a valid key. A request in progress has one, or it would have been refused."""
+        """Whether the last inference request had a valid key. A request without one is refused at once."""
         return self._inference is not None and self._inference.status != _UNAUTHORIZED
 
     @property

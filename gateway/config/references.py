@@ -608,7 +608,7 @@ def _reserved_slots(draft: Draft) -> Iterator[Problem]:
                 if isinstance(most, int) and most - reserved.value < needed:
                     each_worker = f" for each of the {workers} workers" if workers > 1 else ""
                     name = model.get("id").value
-                    yield reserved.problem(f"leaves the classes after it no slot of the {most} of {name}{each_worker}; reserve fewer")
+                    yield reserved.problem(f"of the {most} slots of {name}, none is left for later classes{each_worker}; reserve fewer")
                     break
 
 

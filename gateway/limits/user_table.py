@@ -47,7 +47,7 @@ _NAME = LONGEST_NAME // 8
 
 
 class UserTable:
-    """The end users of an allowance, as one process sees them. ``part``: of the memory. Raises BucketsFullError without memory for it."""
+    """The end users of an allowance, as one process sees them. ``part``: of the memory. Raises BucketsFullError if no memory is free."""
 
     def __init__(self, buckets: Buckets, allowance: Allowance, part: float) -> None:
         assert allowance.users is not None

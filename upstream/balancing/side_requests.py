@@ -35,7 +35,7 @@ class SideRequests:
         self._refused: WeakKeyDictionary[Server, dict[str, float]] = WeakKeyDictionary()
 
     def may_serve(self, server: Server, path: str) -> bool:
-        """Return whether the server is not known to refuse the path."""
+        """Return whether a request to this path makes sense: the server has not refused the path lately."""
         refused_at = self._refused.get(server, {}).get(path)
         return refused_at is None or monotonic() - refused_at > FORGET_AFTER
 

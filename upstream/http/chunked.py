@@ -47,7 +47,7 @@ _SIZE, _CHUNK_END, _TRAILER = Expects.SIZE, Expects.CHUNK_END, Expects.TRAILER
 
 
 class ChunkedDecoder:
-    """Decodes one body. ``limit``: bytes of framing, beyond ``FRAMING_PER_BYTE``."""
+    """Decodes one body. ``limit``: the bytes of framing that it may have, besides ``FRAMING_PER_BYTE`` for each byte of the body."""
 
     __slots__ = ("_excess", "_expects", "_left", "_limit", "_line", "between_chunks", "finished")
 

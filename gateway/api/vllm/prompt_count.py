@@ -114,7 +114,7 @@ _CONVERSIONS: Mapping[str, Callable[[Document], Document]] = {
     "/v1/completions": _from_completions,
     "/v1/responses": _from_responses,
 }
-"""By the path at the server."""
+"""How a request becomes one to count its prompt, by its path at the server."""
 
 
 def _require_absent(document: Document, *names: str) -> None:

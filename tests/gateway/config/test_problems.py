@@ -890,13 +890,13 @@ def test_idleness(tmp_path: Path) -> None:
     ("workers", "model", "chat", "message"),
     [
         (1, "max_inflight: 8", "reserved_slots: 7", None),
-        (1, "max_inflight: 8", "reserved_slots: 8", "leaves the classes after it no slot of the 8 of m; reserve fewer"),
+        (1, "max_inflight: 8", "reserved_slots: 8", "of the 8 slots of m, none is left for later classes; reserve fewer"),
         (2, "max_inflight: 8", "reserved_slots: 6", None),
         (
             2,
             "max_inflight: 8",
             "reserved_slots: 7",
-            "leaves the classes after it no slot of the 8 of m for each of the 2 workers; reserve fewer",
+            "of the 8 slots of m, none is left for later classes for each of the 2 workers; reserve fewer",
         ),
         (1, "max_inflight: 8", "reserved_slots: auto", "auto needs an objective to follow: set `slo` of the class, or of the model m"),
         (1, "max_inflight: 8", "reserved_slots: auto, slo: {ttft: 1s}", None),

@@ -41,8 +41,8 @@ RUNNING = 0.005
 CROWDED = 0.05
 """Seconds for each request of a server above ``FACTOR`` times the mean, and above ``FREE``."""
 UNEVEN = 4.0
-"""Seconds for each mean number of requests by which a server was above ``FACTOR`` times the mean for some time, because its prefixes are
-popular."""
+"""Seconds for a server that was above ``FACTOR`` times the mean for some time, because its prefixes are popular. They are multiplied by
+the excess, as a share of the mean."""
 FULL = 0.5
 """Seconds that a request waits on a server whose KV cache is full, for a running request to end."""
 FACTOR = 1.25
