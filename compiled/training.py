@@ -12,7 +12,7 @@ from itertools import cycle
 
 from gateway.ledger.journal import Journal
 from gateway.snapshot.snapshot import Limits
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from tests.support.exchange import CHUNKS, COUNTED_CHUNKS, OTHER_REQUEST, REQUEST, exchange
 
 _TIMES = 2000

@@ -43,7 +43,7 @@ from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
 from gateway.admin.queue_report import queue_report
 from gateway.admin.status_view import status_view
-from gateway.api.accept import prefers_html
+from gateway.api.accept_header import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
 from gateway.console import documents, pages

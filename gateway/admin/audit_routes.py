@@ -30,7 +30,7 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
 
     async def listed(request: Request) -> Response:
         known = configured(log, _NO_AUDIT)
-        from gateway.audit.pages import AuditQuery, audit_page, position
+        from gateway.audit.paging import AuditQuery, audit_page, position
 
         sent = request.query_params
         try:

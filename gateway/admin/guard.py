@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.actor import Actor, Requester, Role
 from gateway.access.permissions import OPEN, PERMISSIONS
 from gateway.access.tokens import Token, digest_of, presented_token
-from gateway.api.accept import prefers_html
+from gateway.api.accept_header import prefers_html
 from gateway.audit.entry import Audit, refused_request
 from gateway.config.models import Admin
 from gateway.console import documents, pages

@@ -21,7 +21,7 @@ from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
 from gateway.cli.admin_call import Where, connected, with_config, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, Command, console, format_option, option, print_json, print_problem, say_error
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from gateway.usage.dimensions import CHOICES
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from gateway.control.control import Control
 from gateway.control.recent_history import COLUMNS, FAMILIES_READ, HOUR, STEP, Counts, Point, RecentHistory, sampled
 from gateway.control.report import GatewayReport
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from gateway.telemetry.metrics import Series, sum_series
 
 if TYPE_CHECKING:

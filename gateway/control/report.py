@@ -29,7 +29,7 @@ from gateway.monitoring.discovery import discovered_models
 from gateway.recording.reading import read_record
 from gateway.snapshot.snapshot import Key
 from gateway.store.documents import team_settings
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
 from upstream.balancing.server import Condition

@@ -29,7 +29,7 @@ FOLDERS = (
     "upstream/http",
 )
 _FOLDERS = ("compiled", "deploy", "docs", "tests")
-TESTS = (*(f"tests/{each}" for each in FOLDERS), "tests/upstream/balancing", "tests/gateway/system/test_core.py")
+TESTS = (*(f"tests/{each}" for each in FOLDERS), "tests/upstream/balancing", "tests/gateway/system/test_compiled_core.py")
 
 
 def main(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from tests.compiled.contract import Checked, Field, fields
 from upstream.http.connection import Connection
 

@@ -60,7 +60,7 @@ TESTED_BY = {
     "gateway/admission/inflight_slot": "gateway/admission/test_queue_full_servers",
     "gateway/admission/mirror_tasks": "gateway/proxy/test_mirror",
     "gateway/pages/shell": "gateway/console/test_pages",
-    "gateway/api/accept": "gateway/admin/test_guard",
+    "gateway/api/accept_header": "gateway/admin/test_guard",
     "gateway/api/reference/descriptions": "gateway/api/reference/test_document",
     "gateway/api/reference/page": "gateway/api/reference/test_document",
     "gateway/api/reference/shapes": "gateway/api/reference/test_document",

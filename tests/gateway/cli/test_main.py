@@ -20,7 +20,7 @@ from gateway import __version__
 from gateway.auth.keys import has_valid_checksum, hash_of, mint
 from gateway.cli.main import application
 from gateway.config import load
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 
 COMMAND = Path(sys.executable).with_name("vllm-gateway")
 KEY = mint("team-a")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gateway.recording.encryption import Encryption
 from gateway.recording.redaction import MARK
 from gateway.snapshot.snapshot import Mirror, Recording
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from gateway.telemetry.metrics import RECORD_RESULTS
 from tests.gateway.test_cost import counted
 from tests.support.exchange import CHUNKS, Exchange, exchange

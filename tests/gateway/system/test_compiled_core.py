@@ -6,7 +6,7 @@ import os
 import subprocess
 
 from gateway import __version__
-from gateway.system.core import core
+from gateway.system.compiled_core import core
 from tests.support.process import PROGRAM
 
 EXPECTED = os.environ.get("EXPECTED_CORE", "python")  # tests/compiled/__main__.py sets it

@@ -19,7 +19,7 @@ from gateway.audit.chain import START, Checkpoint, Line, next_line, read_line
 from gateway.audit.entry import Entry
 from gateway.audit.listing import Filter
 from gateway.audit.log import Where
-from gateway.audit.pages import AuditQuery, audit_page, position
+from gateway.audit.paging import AuditQuery, audit_page, position
 from gateway.audit.table import AuditTable
 from gateway.store.cursor import position_of
 
@@ -122,7 +122,7 @@ def test_a_deep_page_of_a_file_reads_no_newer_entries(tmp_path: Path, monkeypatc
         parsed += 1
         return read_line(data)
 
-    monkeypatch.setattr("gateway.audit.pages.read_line", counted)
+    monkeypatch.setattr("gateway.audit.paging.read_line", counted)
     start = where.file.read_bytes().index(lines[499])
     before = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
     assert next_page(where, lines[499], start) == targets("a", 499)[:100]
