@@ -442,7 +442,9 @@ _COMMANDS: dict[str, Command] = {
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
     "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),
     "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
-    "cordon": _operation("cordon", "Take one server out of rotation until `uncordon`. Its requests finish or continue elsewhere.", of_server=True),
+    "cordon": _operation(
+        "cordon", "Take one server out of rotation until `uncordon`. Its requests finish or continue elsewhere.", of_server=True
+    ),
     "uncordon": _operation("uncordon", "Return a server to rotation.", of_server=True),
     "replay": record_commands.replay,
     "command": command,

@@ -4,8 +4,8 @@ The gateway requests ``return_token_ids`` of vLLM, and removes the IDs from what
 client that does not request them. While a parser buffers the markup of a call, vLLM sends events with IDs and an empty ``delta``, which
 it would not send otherwise; they are left out (``chat_completion_stream_generator`` in vLLM's openai/chat_completion/serving.py).
 
-The rule: the record has the tokens of every event that was sent, and no others except those without a text. A record that is too long is
-dropped, and its stream cannot be continued.
+The rule: the record has the tokens of every event that was sent, and no others except those without a text. A record that is too long, or
+that lacks the tokens of an event, is dropped, and its stream cannot be continued.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _PROMPT = "prompt_token_ids"
 _IDS = "token_ids"
 _SPANS: Mapping[str, Any] = {_PROMPT: None, "choices": {ELEMENT: {_IDS: None, _PROMPT: None}}}
 _NULL = b"null"
-_OPENING = len(b"data: ")
 
 
 class TokenRecord:
@@ -127,13 +126,17 @@ class TokenRecord:
         choices = document.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             self.usage_sent = self.usage_sent or (choices == [] and isinstance(document.get("usage"), dict))
-            return event
+            if choices != []:
+                self.drop()
+            return _without_ids(event) or event
         choice, usage = choices[0], document.get("usage")
         if isinstance(usage, dict) and usage.get("completion_tokens_details") is not None:
             self.counts_reasoning = True
         if not self.head:
             self.head = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
         self._take_prompt(document.get(_PROMPT) or choice.get(_PROMPT))
+        if not self._knows_tokens(choice):
+            self.drop()
         found = choice.get(_IDS)
         ids = [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
         if self.is_usable:
@@ -146,6 +149,14 @@ class TokenRecord:
         if self._dialect is Dialect.CHAT and ids and choice.get("delta") == {} and choice.get("finish_reason") is None:
             return b""
         return b"data: " + orjson.dumps(document) + b"\n\n" if shown is None else shown
+
+    def _knows_tokens(self, choice: Mapping[str, Any]) -> bool:
+        """Return whether an event has the tokens of its text, and the tokens of a completion's prompt are known."""
+        ids, delta = choice.get(_IDS), choice.get("delta")
+        if isinstance(ids, list) and ids:
+            return all(type(each) is int for each in ids) and (self.prompt_size > 0 or self._dialect is Dialect.CHAT)
+        texts = delta if isinstance(delta, dict) else {"text": choice.get("text")}
+        return choice.get("finish_reason") is not None or not any(text for name, text in texts.items() if name != "role")
 
     def _take_prompt(self, prompt: object) -> None:
         if not isinstance(prompt, list) or self.prompt_size:
@@ -178,10 +189,11 @@ def _array(ids: list[int]) -> array[int]:
 
 def _without_ids(event: bytes) -> bytes | None:
     """Return an event with null instead of its token IDs; None if its data is not one line, as vLLM writes it."""
-    if not event.startswith(b"data: {") or event.find(b"\n") < len(event) - 2:
+    opening = event.find(b"{")
+    if event[:opening].rstrip(b" \t") != b"data:" or event.find(b"\r") >= 0 or event.find(b"\n") < len(event) - 2:
         return None
     parts, last = [], 0
-    for _, start, end, _ in Scanner(_SPANS).feed(event[_OPENING:]):
-        parts += [event[last : _OPENING + start], _NULL]
-        last = _OPENING + end
+    for _, start, end, _ in Scanner(_SPANS).feed(event[opening:]):
+        parts += [event[last : opening + start], _NULL]
+        last = opening + end
     return b"".join((*parts, event[last:]))

@@ -196,6 +196,8 @@ class _FromTokens(_Rest):
         return self._made - self._resumed_after, self._record.prompt_size + self._resumed_after
 
     async def run(self) -> UpstreamError | None:
+        if not self._record.has_begun:
+            raise InvalidReplyError("no event was received, and the response was started without")
         if self._record.finish is not None:
             self._end()
             return None

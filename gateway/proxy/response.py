@@ -530,7 +530,7 @@ class EventRelay(ResponseRelay):
             self._check_lost(None)
             self._note_aborted()
         received = event
-        if self.record is not None and document:
+        if self.record is not None and data not in (b"", b"[DONE]"):
             event = self.record.take(event, document)
             if not event:
                 self._structure += 1

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.api.routes import Dialect
 from gateway.continuation.token_record import LONGEST, TokenRecord
 from tests.support.examples import examples
+from upstream.http.sse import data_of
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 
@@ -122,3 +123,50 @@ def test_the_prompt_of_a_completion_is_part_of_the_record(tokens: int, is_record
     choice = {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [2] * tokens}
     record = recorded([{**HEAD, "choices": [choice]}], Dialect.COMPLETIONS)
     assert (record.is_usable, record.prompt_size) == (is_recorded, tokens)
+
+
+TEXT = {"index": 0, "text": "b", "finish_reason": None}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"choices": [TEXT]},
+        {"choices": [{**TEXT, "token_ids": None}]},
+        {"choices": [{**TEXT, "token_ids": [2, 3.0]}]},
+        {"choices": [{**TEXT, "token_ids": [2, True]}]},
+        {"choices": [{**TEXT, "token_ids": [2]}, {**TEXT, "token_ids": [3], "index": 1}]},
+        {},
+        {"token_ids": [2]},
+    ],
+)
+def test_an_event_whose_tokens_are_not_known_ends_the_record(document: dict[str, Any]) -> None:
+    first = {**HEAD, "choices": [{**TEXT, "token_ids": [1], "prompt_token_ids": [9]}]}
+    record = recorded([first], Dialect.COMPLETIONS)
+    assert record.is_usable
+    record.take(event(document), document)
+    assert not record.is_usable
+
+
+def test_a_completion_without_the_tokens_of_its_prompt_ends_the_record() -> None:
+    assert not recorded([{**HEAD, "choices": [{**TEXT, "token_ids": [1]}]}], Dialect.COMPLETIONS).is_usable
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'data:  {"choices":[{"index":0,"text":"b","token_ids":[77]}]}\n\n',
+        b'data:{"choices" : [ {"index":0,"token\\u005fids" : [ 77 ],"prompt_token_ids":[77]} ]}\n\n',
+        b'data: {"choices":[{"index":0,"text":"b","token_ids":\rdata: [77]}]}\r\r',
+        b'data: {"choices":[{"index":0,"text":"b","token_ids":[77],"token_ids":[77]}]}\r\n\r\n',
+        b'data: {"choices":[{"token_ids":[77]},{"token_ids":[77]}]}\n\n',
+        b'data: {"choices":[{"index":0,"text":"\\ud83d","token_ids":[77]}]}\n\n',
+        b'data: {"choices":[{"index":0,"text":"b","token_ids":[77]}],"x":NaN}\n\n',
+    ],
+)
+def test_no_way_to_write_an_event_shows_its_ids(data: bytes) -> None:
+    try:
+        document = orjson.loads(data_of(data))
+    except orjson.JSONDecodeError:
+        document = {}
+    assert b"77" not in TokenRecord(Dialect.COMPLETIONS, unlimited).take(data, document)

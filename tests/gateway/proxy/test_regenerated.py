@@ -132,3 +132,28 @@ async def test_an_event_is_split_where_the_first_stream_was_cut() -> None:
         reply = await asyncio.wait_for(request_once(served.port, SEEDED), 30)
         last = b'data: {"id":"x","created":1,"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"model":"tiny"}\n\ndata: [DONE]\n\n'
         assert reply.body == chunk("one ") + chunk("two ") + chunk("three") + last
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("without token IDs", b'data: {"id":"x","choices":[{"index":0,"text":"one ","finish_reason":null}]}\n\n'),
+        (
+            "not JSON for the gateway",
+            b'data: {"id":"x","choices":[{"index":0,"text":"one ","token_ids":[1],"finish_reason":null}],"y":NaN}\n\n',
+        ),
+        ("a comment instead of an event", b": wait\n\n"),
+    ],
+)
+async def test_a_completion_whose_tokens_are_not_known_is_not_continued(name: str, first: bytes) -> None:
+    async def respond(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(first)
+        talk.writer.close()
+
+    data = request({"model": MODEL, "prompt": "Once", "temperature": 0, "stream": True}, COMPLETIONS)
+    async with scripted(respond) as one, scripted(respond) as other, serving([model(one.port, other.port)]) as served:
+        reply = await asyncio.wait_for(request_once(served.port, data), 30)
+        assert b"upstream_disconnected" in reply.body, name
+        assert len(one.requests + other.requests) == 1, "no server gets a prompt without its tokens"
+        assert b'token_ids":[' not in reply.body
