@@ -5,6 +5,7 @@ The rule: a terminal and a page show the same texts. Some of them come from clie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,6 +14,15 @@ from gateway.usage.requests.causes import CAUSES, OF_ENDS, OF_QUEUES
 
 _CLIENT_CLOSED, _SERVER_ERROR = 499, 500
 Request = Mapping[str, Any]
+_LOST = re.compile(
+    r"(?P<server>\S.*?) (?P<cause>\w+) (?:token_ids|regeneration) (?P<outcome>continued|failed|different)(?P<sampled> sampled)?(?:, |$)"
+)
+"""A part of the column ``continuations``, as ``Continuation`` writes it."""
+_OUTCOMES = {
+    "continued": "another server continued the stream",
+    "failed": "no other server could continue the stream",
+    "different": "another server made a different response, so the stream ended",
+}
 
 
 def explained(request: Request) -> dict[str, Any]:
@@ -63,19 +73,29 @@ def time_line(request: Request) -> Iterator[tuple[datetime, str]]:
     if request["queued_ms"]:
         after = start + timedelta(milliseconds=request["queued_ms"])
         yield after, f"left the queue of the model after {_seconds(request['queued_ms'])}"
-    if request["failures"] is not None:
-        yield after, f"servers failed: {printable(request['failures'])}"
-    if request["server"] is not None:
+    lost = list(_LOST.finditer(request["continuations"] or ""))
+    during = [f"{each['server']} {each['cause']}" for each in lost]
+    before = [each for each in (request["failures"] or "").split(", ") if each and each not in during]
+    if before:
+        yield after, f"servers failed: {printable(', '.join(before))}"
+    if request["server"] is not None or lost:
         again = f", after {request['retries']} more attempt{'s' if request['retries'] > 1 else ''}" if request["retries"] else ""
-        yield after, f"sent to {printable(request['server'])}{again}"
+        yield after, f"sent to {printable(lost[0]['server'] if lost else request['server'])}{again}"
     if request["first_token_ms"] is not None:
-        yield start + timedelta(milliseconds=request["first_token_ms"]), f"first event after {_seconds(request['first_token_ms'])}"
-    if request["continuations"] is not None:
-        yield after, f"continued after the loss of a server: {printable(request['continuations'])}"
+        after = start + timedelta(milliseconds=request["first_token_ms"])
+        yield after, f"first event after {_seconds(request['first_token_ms'])}"
+    for each in lost:
+        yield after, f"later {printable(_loss(each))}"
     if request["total_ms"] is not None:
         ended = start + timedelta(milliseconds=request["total_ms"])
         end = "the client disconnected" if request["status"] == _CLIENT_CLOSED else f"ended with status {request['status']}"
         yield ended, f"{end} after {_seconds(request['total_ms'])}"
+
+
+def _loss(lost: re.Match[str]) -> str:
+    loss = "was drained" if lost["cause"] == "moved" else f"was lost ({lost['cause'].replace('_', ' ')})"
+    drawn = ", as another draw" if lost["sampled"] else ""
+    return f"{lost['server']} {loss}, and {_OUTCOMES[lost['outcome']]}{drawn}"
 
 
 def _sender(request: Request) -> str:

@@ -18,9 +18,10 @@ from gateway.admin.month_routes import PARAMETERS as DESCRIBED
 from gateway.api.errors import ERRORS
 from gateway.ledger.store import UsageStore, database_url
 from gateway.snapshot.link import RejectedRequest
+from gateway.telemetry.request_record import Continuation
 from gateway.usage.errors import QueryError
 from gateway.usage.requests.causes import CAUSES, OF_QUEUES
-from gateway.usage.requests.explanation import causes
+from gateway.usage.requests.explanation import causes, time_line
 from gateway.usage.requests.query import FILTERS, PARAMETERS, RequestPage, find_requests, parse_request_query, statement
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
@@ -158,6 +159,34 @@ def test_the_refusal_of_a_queue_is_explained() -> None:
     request = dict.fromkeys(("param", "requested_model", "limit_holder", "incomplete", "detail"))
     for reason, sentence in OF_QUEUES.items():
         assert list(causes({**request, "code": "overloaded", "reason": reason})) == [CAUSES["overloaded"], sentence]
+
+
+def test_a_continued_stream_has_a_time_line() -> None:
+    lost = [
+        Continuation("a#0", "connect_timeout", "token_ids", "continued", 0.1, sampled=True),
+        Continuation("a#1", "moved", "regeneration", "failed"),
+    ]
+    request = {
+        **dict.fromkeys(("key", "client", "queued_ms", "retries")),
+        "time": "2026-01-02T03:04:05+00:00",
+        "endpoint": "/v1/completions",
+        "failures": "a#2 connect, a#0 connect_timeout, a#1 moved",
+        "server": "a#1",
+        "first_token_ms": 20.0,
+        "total_ms": 500.0,
+        "status": 200,
+        "continuations": ", ".join(map(str, lost)),
+    }
+    moments, texts = zip(*time_line(request), strict=True)
+    assert list(moments) == sorted(moments)
+    assert texts[1:] == (
+        "servers failed: a#2 connect",
+        "sent to a#0",
+        "first event after 0.020 s",
+        "later a#0 was lost (connect timeout), and another server continued the stream, as another draw",
+        "later a#1 was drained, and no other server could continue the stream",
+        "ended with status 200 after 0.500 s",
+    )
 
 
 @given(st.dictionaries(st.sampled_from(PARAMETERS), st.text(max_size=20), max_size=4))
