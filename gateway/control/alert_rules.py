@@ -191,7 +191,8 @@ def _queue_grows(facts: Facts) -> Holding:
     growth = facts.counts.increase("queued", 600)
     for model, queued in facts.counts.present("queued"):
         if queued > 0 and growth.get(model, 0.0) > 0:
-            yield model, f"The queue of {model} grows: {queued:.0f} requests wait."
+            waits = "1 request waits" if round(queued) == 1 else f"{queued:.0f} requests wait"
+            yield model, f"The queue of {model} grows: {waits}."
 
 
 def _starvation(facts: Facts) -> Holding:
