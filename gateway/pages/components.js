@@ -49,6 +49,9 @@ async function checked(response) {
   throw new ApiError(response.status, error.message ?? `The gateway responded with status ${response.status}.`, error.code);
 }
 
+// What went wrong, in words: without a response, the browser has no words for people.
+const wordsOf = (error) =>
+  error instanceof TypeError ? "The gateway does not respond, or the connection was lost. Try again." : error.message;
 const api = async (path, options) => (await checked(await request(path, options))).json();
 
 // The gateway that does not respond is asked again until it does: the page recovers without a reload.
@@ -129,22 +132,32 @@ function enterWith(path, show) {
 
 async function copy(text, button) {
   const before = button.textContent;
+  let copied = true;
   try {
     await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
   } catch {
-    button.textContent = "Select the text and copy it";
+    // Browsers have no clipboard for a page without TLS, except on this machine. They still copy a selection.
+    const area = el("textarea", { className: "hidden", value: text });
+    button.after(area);
+    area.select();
+    copied = document.execCommand("copy");
+    area.remove();
+    button.focus();
   }
+  button.textContent = copied ? "Copied" : "Select the text and copy it";
   setTimeout(() => {
     button.textContent = before;
   }, 2000);
 }
 
-function codeBlock(text) {
+function codeBlock(text, shown = text) {
   const button = el("button", { type: "button", className: "plain copy" }, "Copy");
   button.addEventListener("click", () => copy(text, button));
-  return el("div", { className: "code" }, button, el("pre", { tabIndex: 0 }, el("code", {}, text)));
+  return el("div", { className: "code" }, button, el("pre", { tabIndex: 0 }, el("code", {}, shown)));
 }
+
+// Sentences of the gateway mark code with backticks.
+const prose = (text) => text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part));
 
 // A list of [title, node]. One is shown at a time. Arrow keys move between the titles (WAI-ARIA, tabs pattern).
 function tabs(parts, name) {
@@ -216,7 +229,8 @@ const AMOUNTS = [
   "cost_per_month",
   "max_tokens",
 ];
-const capital = (text) => text[0].toUpperCase() + text.slice(1);
+// A sentence starts with a capital letter, unless its first word is a name, such as that of a server.
+const capital = (text) => (/^[a-z]+:?([\s,.]|$)/.test(text) ? text[0].toUpperCase() + text.slice(1) : text);
 const amount = (value) => EXACT.format(value);
 // Limits in one line.
 const brief = (limits) => {
@@ -418,6 +432,8 @@ function confirmAction({ title, words, button, danger = false, command = null, f
       go.disabled = false;
     }
   });
+  // Enter confirms what does no harm.
+  if (!fields.length) (danger ? cancel : go).autofocus = true;
   document.body.append(dialog);
   dialog.showModal();
 }
