@@ -91,6 +91,8 @@ class ModelRow:
     adapters: tuple[AdapterRow, ...]
     operations: tuple[str, ...]
     choice: Choice | None
+    continuations: Mapping[str, int]
+    """Streams that lost their server, by whether they were continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ def _model(model: Mapping[str, Any], now: float) -> ModelRow:
         adapters=tuple(AdapterRow(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
         operations=_BY_STATE[model["state"]] if model.get("launched") else (),
         choice=_choice(model.get("last_choice"), now),
+        continuations=model.get("continuations", {}),
     )
 
 

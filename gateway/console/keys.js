@@ -20,7 +20,7 @@ const COLUMNS = [
   },
   { title: "State", value: keyState },
   { title: "Team", value: (key) => teamLink(key.team) },
-  { title: "Kept in", value: (key) => (key.stored ? "store" : "gateway.yaml") },
+  { title: "Stored in", value: (key) => (key.stored ? "store" : "gateway.yaml") },
   { title: "Models", value: (key) => oneLine(key.models.join(", ") === "*" ? "all" : key.models.join(", ")) },
   { title: "Limits", value: (key) => oneLine(brief(key.limits)) },
   { title: "Expires", value: (key) => date(key.expires) },
@@ -124,8 +124,8 @@ async function showKey(id) {
     key = await openEntry(() => readKey(id), "Keys", missing);
   if (key === null) return;
   const from = key.stored
-    ? ["Kept in the store"]
-    : ["Kept in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shellText(id)}`)];
+    ? ["Stored in the store"]
+    : ["Stored in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shellText(id)}`)];
   $("one-state").replaceChildren(keyState(key), el("span", { className: "quiet" }, key.name ? `${key.name} · ` : "", ...from));
   const facts = [
     ["Team", teamLink(key.team) ?? "none"],

@@ -76,7 +76,7 @@ async function part(node, make) {
   } catch (error) {
     if (!(error instanceof ApiError) || error.status === 401) throw error;
     node.replaceChildren(
-      el("p", { className: error.status === 404 || error.status === 403 ? "quiet" : "error" }, `${capital(error.message)}.`),
+      el("p", { className: error.status === 404 || error.status === 403 ? "quiet" : "error" }, ...prose(`${capital(error.message)}.`)),
     );
   }
 }

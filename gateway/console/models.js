@@ -11,6 +11,9 @@ const several = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "
 const chosen = new URLSearchParams(location.search);
 let seen = { models: [] };
 
+// See docs/continuation.md: the model's `resume` decides which streams can be continued.
+const MOVES = "Streams that can be continued move to another server after the time in move_after.";
+
 function consequences(model, operation) {
   const servers = several(model.servers.length, "server"),
     open = model.in_flight + model.adapters.reduce((sum, one) => sum + one.in_flight, 0);
@@ -23,7 +26,7 @@ function consequences(model, operation) {
     const meanwhile =
       model.servers.length === 1
         ? "New requests wait in the queue until the server is ready."
-        : "One server at a time; the others serve meanwhile.";
+        : `${MOVES} One server at a time is restarted; the others serve meanwhile.`;
     return `${WORDS.restart[1]} ${servers} of ${model.id}. ${drains} ${meanwhile}`;
   }
   return `${WORDS[operation][1]} ${servers} of ${model.id}. Requests that arrive meanwhile wait in the queue.`;
@@ -62,11 +65,11 @@ function serverAction(model, server) {
   const operation = server.is_cordoned ? "uncordon" : "cordon",
     others = model.servers.filter((one) => one !== server && one.state === "ready").length;
   const rest = others
-    ? `${several(others, "other server")} of ${model.id} can serve.`
+    ? `${MOVES} ${several(others, "other server")} of ${model.id} can serve.`
     : `No other server of ${model.id} is ready, so its requests wait or fail.`;
   const words =
     operation === "cordon"
-      ? `${server.name} gets no new requests; what it has in flight (${server.load}) finishes. It keeps running. ${rest}`
+      ? `${server.name} gets no new requests, and keeps running. What it has in flight (${server.load}) may finish there. ${rest}`
       : `${server.name} gets new requests again.`;
   return [
     actionButton(WORDS[operation][0], `${WORDS[operation][0]}: ${server.name}`, () =>
@@ -82,6 +85,11 @@ const queueLink = (model) =>
     { href: `/console/queue${query({ model: model.id })}`, "data-act": `Queue of ${model.id}`, title: `Queue of ${model.id}` },
     number(model.queued),
   );
+// Streams that lost their server since the gateway started.
+function continued({ continued: moved = 0, failed = 0, different = 0 }) {
+  const lost = failed + different;
+  return moved + lost ? [fact("Streams continued", number(moved), lost && `${number(lost)} could not be`)] : [];
+}
 function modelHead(model) {
   const [out, prompt] = model.speed === "-" ? ["0", ""] : model.speed.replace(/ out|in$/g, "").split(", ");
   return [
@@ -102,7 +110,8 @@ function modelHead(model) {
       fact("State", stateMark(model.state), model.since && `for ${model.since}`),
       fact("In flight", number(model.in_flight)),
       fact("Queued", queueLink(model), model.waiting && `longest ${model.waiting}`),
-      fact("Tokens/s", out, prompt && `and ${prompt.trim()} of prompts`),
+      fact("Completion tokens/s", out, prompt && `prompt ${prompt.trim()}`),
+      ...continued(model.continuations),
     ),
   ];
 }
@@ -130,8 +139,8 @@ function serverTop(model, server) {
       el(
         "div",
         { className: server.state === "failed" ? "cause bad" : "cause" },
-        server.reason ? el("p", {}, server.reason) : null,
-        server.hint ? el("p", {}, el("strong", {}, "What to do: "), server.hint) : null,
+        server.reason ? el("p", {}, ...prose(server.reason)) : null,
+        server.hint ? el("p", {}, el("strong", {}, "What to do: "), ...prose(server.hint)) : null,
       ),
     );
   if (server.progress) {
@@ -239,10 +248,11 @@ const newModel = () =>
   el("article", { className: "card model" }, el("div", {}), el("div", { className: "servers" }), el("div", { className: "foot" }));
 function updateModel(node, model) {
   const [head, servers, foot] = node.children,
-    { id, aliases, state, since, in_flight, queued, waiting, speed, operations, adapters, choice } = model;
+    { id, aliases, state, since, in_flight, queued, waiting, speed, operations, adapters, choice, continuations } = model;
   node.dataset.state = state;
   node.setAttribute("aria-label", id);
-  draw(head, [id, aliases, state, since, in_flight, queued, waiting, speed, operations, model.servers.length], () => modelHead(model));
+  const shown = [id, aliases, state, since, in_flight, queued, waiting, speed, operations, continuations, model.servers.length];
+  draw(head, shown, () => modelHead(model));
   keyed(
     servers,
     model.servers,

@@ -117,15 +117,16 @@ start(async () => {
   $("subject").value = new URLSearchParams(location.search).get("subject") ?? "";
   $("create").onclick = createLink;
   onFilter(200, showPeople);
-  try {
+  if (document.body.dataset.signsIn) {
     await showPeople();
     $("filters").hidden = $("create").hidden = false;
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    $("count").textContent =
-      "Sign-in is not set up. Create a key with `openssl rand -base64 48 > session.key`, add this to gateway.yaml, and restart:";
-    $("people").replaceChildren(
-      codeBlock("store: sqlite:///keys.db\nsign_in:\n  key: {file: session.key}\n  url: https://llm.example.com"),
-    );
+    return;
   }
+  $("count").textContent = "Sign-in is not set up. To set it up:";
+  $("people").replaceChildren(
+    el("p", {}, "1. Create a key next to gateway.yaml:"),
+    codeBlock("openssl rand -base64 48 > session.key\nchmod 600 session.key\n"),
+    el("p", {}, "2. Add this to gateway.yaml, with the URL of your gateway, and restart the gateway:"),
+    codeBlock("# gateway.yaml\nstore: sqlite:///keys.db\nsign_in:\n  key: {file: session.key}\n  url: https://llm.example.com\n"),
+  );
 });

@@ -157,9 +157,9 @@ function columnsOf(levels) {
     return { ...column, head };
   });
 }
-const WIDE = { model: 12, team: 7, class: 6 },
-  FIRST = 10.5,
-  MEASURES = [9.5, 6.2, 5.8, 6.6, 5.4, 5.8];
+const WIDE = { model: 11.5, team: 7, class: 5 },
+  FIRST = 10,
+  MEASURES = [9, 6, 5.6, 7, 5.2, 5.6];
 const COLLATOR = new Intl.Collator("en-US", { numeric: true });
 function compared(one, other) {
   if (typeof one === "string") return COLLATOR.compare(one, other);

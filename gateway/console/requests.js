@@ -4,7 +4,7 @@ const address = () => Object.fromEntries([...new URLSearchParams(location.search
 const toAddress = (values) => `/console/requests${query(values)}`;
 function milliseconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 1000) return `${amount(value / 1000)} s`;
+  if (value >= 1000) return `${amount(Number((value / 1000).toPrecision(3)))} s`;
   return `${value < 10 ? Math.round(10 * value) / 10 : Math.round(value)} ms`;
 }
 
@@ -33,7 +33,9 @@ const OUTCOMES = [
 const outcomeOf = (one) => OUTCOMES.find((outcome) => outcome.is(one));
 function resultCell(one) {
   const { name, color } = outcomeOf(one),
-    details = [one.status, one.code ?? one.incomplete].filter(Boolean).join(" ");
+    details = [one.status, one.code ?? one.incomplete, / continued\b/.test(one.continuations ?? "") && "continued"]
+      .filter(Boolean)
+      .join(" ");
   return [stateMark(color, name), el("small", { className: "quiet block" }, details)];
 }
 const UNREAD = "The request was rejected before the gateway had read a model from its body.";
@@ -164,12 +166,11 @@ function requestFacts(one, trace) {
     ["Team", one.team && el("a", { href: `/console/teams?id=${encodeURIComponent(one.team)}` }, one.team)],
     ["User", one.user],
     ["Requested model", one.requested_model],
-    ["Served by model", one.model],
+    [one.server ? "Served by model" : "Model", one.model],
     ["Model", one.code !== null && one.model === null && one.requested_model === null ? unread(one) : null],
     ["Server", one.server],
     ["Attempts", one.retries ? `${one.retries + 1}` : null],
     ["Failed servers", one.failures],
-    ["Continued after", one.continuations],
     ["Limit", one.limit_holder && `${one.reason} of ${one.limit_holder}`],
     ["Field", one.param],
     ["Trace", trace && el("a", { href: trace, target: "_blank", rel: "noopener noreferrer" }, "Open the trace")],

@@ -12,7 +12,7 @@ const shareText = (weight) => (weight === 1 ? "weight 1, as by default" : `weigh
 let closest = new Map();
 const COLUMNS = [
   { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
-  { title: "Kept in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
+  { title: "Stored in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
   { title: "Keys", number: true, value: (team) => link(`/console/keys${query({ team: team.id })}`, number(team.keys)) },
   { title: "Closest limit", value: (team) => (closest.has(team.id) ? usedBar(closest.get(team.id), true) : null) },
   { title: "Limits", value: (team) => oneLine(brief(team.limits)) },
@@ -65,14 +65,14 @@ async function showTeam(id) {
   if (team === null) return;
   const facts = team.stored
     ? [
-        ["Kept in", "the store"],
+        ["Stored in", "the store"],
         ["Share in queues", shareText(team.weight)],
         ["Self-service", policyText(team.self_service)],
         ["Created", day(team.created)],
         ["Changed", day(team.changed)],
       ]
     : [
-        ["Kept in", "gateway.yaml: edit it there"],
+        ["Stored in", "gateway.yaml: edit it there"],
         ["Share in queues", shareText(team.weight)],
         ["Self-service", policyText(team.self_service)],
         ["Keys", number(team.keys)],

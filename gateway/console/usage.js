@@ -34,13 +34,20 @@ const measure = (title, value, note = "") => ({
   value: (row) => (value(row) === null ? null : amount(Number(value(row)))),
   text: value,
 });
-function usageColumns(by, most) {
+function usageColumns(by, all) {
   const name = by.startsWith("label:") ? by.slice(6) : by;
   return [
     { title: capital(name), value: (row) => el("span", { title: row[by] ?? "" }, nameCell(by, row[by])), text: (row) => row[by] },
     {
       title: "Share",
-      value: (row) => el("progress", { max: most || 1, value: tokens(row), "aria-label": `${tokens(row)} tokens` }),
+      note: "Of the tokens of all rows",
+      value: (row) =>
+        el(
+          "div",
+          { className: "share" },
+          el("progress", { max: all || 1, value: tokens(row), "aria-hidden": "true" }),
+          el("span", {}, percent(tokens(row), all)),
+        ),
       text: null,
     },
     measure("Requests", (row) => row.requests),
@@ -75,8 +82,11 @@ async function showUsage() {
       `${percent(estimated, sum(all, "requests"))} of the requests estimated`,
     ),
   );
-  const columns = usageColumns(by, Math.max(...rows.map(tokens)));
-  const table = longTable(`Usage by ${by}`, columns, [10.6, 6.8, 7, 9.4, 9.8, 11.6, 6.7]);
+  const columns = usageColumns(
+    by,
+    rows.reduce((total, row) => total + tokens(row), 0),
+  );
+  const table = longTable(`Usage by ${by}`, columns, [10.6, 9.4, 6.6, 8.8, 9.2, 11, 6.3]);
   const csv = el("button", { type: "button" }, "Download CSV");
   csv.addEventListener("click", () =>
     saveCsv(

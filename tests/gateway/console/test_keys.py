@@ -255,12 +255,12 @@ def test_ten_thousand_rows_are_a_few_elements(shown: Console) -> None:
 def test_without_store_ledger_and_sign_in_the_pages_say_how_to_configure_them(tmp_path: Path) -> None:
     with console(tmp_path, store=None, ledger=None, sign_in=None) as bare:
         for page, text in {
-            "keys": "store: ledger", "teams": "store: ledger", "people": "sign_in:", "usage": "add `ledger: sqlite:///usage.db`",
-            "usage?part=months": "add `ledger: sqlite:///usage.db`", "usage?part=reconciliation": "add `ledger: sqlite:///usage.db`",
+            "keys": "store: ledger", "teams": "store: ledger", "people": "sign_in:", "usage": "add ledger: sqlite:///usage.db",
+            "usage?part=months": "add ledger: sqlite:///usage.db", "usage?part=reconciliation": "add ledger: sqlite:///usage.db",
         }.items():  # fmt: skip
             bare.open(f"/console/{page}")
             bare.shows(text)
             bare.check()
-            assert bare.buttons() in ([], ["Copy"])
+            assert set(bare.buttons()) <= {"Copy"}
         bare.open("/console/keys?id=team-a")
         assert bare.buttons() == ["Raise a limit"]

@@ -120,8 +120,14 @@ def test_one_server_leaves_the_rotation_and_returns(seen: Seen) -> None:
     seen.open(PAGE, ADMIN)
     seen.wait(state("sim/one", "ready"))
     click(seen, "Take out of rotation: sim/one#0")
-    confirm(seen, "sim/one#0 gets no new requests", "1 other server of sim/one can serve.", "vllm-gateway cordon sim/one#0")
-    seen.wait(f"{card('sim/one')}.innerText.includes('out of rotation by `cordon`')")
+    confirm(
+        seen,
+        "sim/one#0 gets no new requests",
+        "Streams that can be continued move to another server",
+        "1 other server of sim/one can serve.",
+        "vllm-gateway cordon sim/one#0",
+    )
+    seen.wait(f"{card('sim/one')}.querySelector('.cause code')?.textContent === 'cordon'")
     click(seen, "Return to rotation: sim/one#0")
     confirm(seen, "sim/one#0 gets new requests again.", "vllm-gateway uncordon sim/one#0")
     seen.wait(f"!{card('sim/one')}.innerText.includes('out of rotation by')")

@@ -35,7 +35,7 @@ def test_a_cost_has_its_unit_in_words(shown: Console) -> None:
     text = shown.browser.evaluate("document.querySelector('.figures-row').innerText")
     assert "in the operator's currency" in text
     titles = "[...document.querySelectorAll('#usage thead th')].filter((one) => one.title).map((one) => [one.textContent, one.title])"
-    assert shown.browser.evaluate(titles) == [["Cost", "In the operator's currency"]]
+    assert shown.browser.evaluate(titles) == [["Share", "Of the tokens of all rows"], ["Cost", "In the operator's currency"]]
     shown.open("/console/keys?id=team-a")
     assert "left in the operator's currency" in shown.browser.text()
     shown.open("/console")
