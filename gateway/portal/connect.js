@@ -30,9 +30,12 @@ const PROGRAMS = [
   ],
 ];
 start((models) => {
-  $("connect-model").replaceChildren(...models.map((one) => el("option", {}, one.id)));
+  const chats = models.filter((one) => !one.task || one.task === "chat");
+  $("connect-test").disabled = !chats.length;
+  $("connect-model").replaceChildren(...chats.map((one) => el("option", {}, one.id)));
   const show = () =>
     $("connect-list").replaceChildren(
+      setKey(),
       tabs(
         PROGRAMS.map(([name, text]) => [name, codeBlock(text($("connect-model").value || "MODEL"))]),
         "Programs",
@@ -47,7 +50,7 @@ start((models) => {
       await api("/v1/chat/completions", { method: "POST", json: body });
       $("connect-result").textContent = `It works: a response after ${duration((performance.now() - begun) / 1000)}.`;
     } catch (error) {
-      $("connect-result").textContent = error.message;
+      $("connect-result").textContent = wordsOf(error);
     }
   };
   show();

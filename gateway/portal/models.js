@@ -17,7 +17,7 @@ function priceOf({ prompt, completion, input_cache_read: cached, internal_reason
   if (Number(completion)) parts.push(`${million(completion)} completion`);
   if (cached !== prompt) parts.push(`${million(cached)} cached`);
   if (reasoning !== completion) parts.push(`${million(reasoning)} reasoning`);
-  return `${parts.join(" · ")} per million tokens, ${CURRENCY}`;
+  return parts.join(" · ");
 }
 function facts(model) {
   const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");
@@ -26,7 +26,7 @@ function facts(model) {
     ["Type", model.task ?? "not known yet"],
     ["Context", model.context_length ? `${number(model.context_length)} tokens` : "known when the model has started"],
     ["Supports", [...can, ...inputs].join(", ") || "text"],
-    ["Price", model.pricing ? priceOf(model.pricing) : ""],
+    ["Price", model.pricing && el("span", {}, priceOf(model.pricing), el("small", { className: "quiet" }, " per 1M tokens"))],
     ["Aliases", model.aliases?.join(", ")],
     ["Adapter of", model.parent],
   ].filter(([, value]) => value);
@@ -38,7 +38,7 @@ function open(model) {
   $("model-facts").replaceChildren(...list(facts(model)));
   const body = { model: model.id, messages: [{ role: "user", content: "Say hello in one sentence." }], stream: true };
   const chats = !model.task || model.task === "chat";
-  $("model-code").replaceChildren(chats ? codeTabs(body) : codeBlock(plainCode(model)));
+  $("model-code").replaceChildren(...(chats ? [codeTabs(body)] : [setKey(), codeBlock(plainCode(model))]));
   $("model").showModal();
 }
 const ROUTES = { embedding: ["/v1/embeddings", { input: "Hello" }], completion: ["/v1/completions", { prompt: "Hello", max_tokens: 16 }] };
@@ -52,7 +52,7 @@ function plainCode(model) {
 const showModels = (models) => {
   const own = models.filter((one) => !one.root);
   $("models-note").textContent = own.length
-    ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.`
+    ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.${own.some((one) => one.pricing) ? ` Prices are ${CURRENCY}.` : ""}`
     : "This key may use no model. The operator of the gateway can change that.";
   $("models").replaceChildren(
     ...own.map((model) => {

@@ -54,6 +54,17 @@ function bodyOf(model, messages) {
   };
 }
 
+// The same, or null after the problem is shown.
+function validBody(model, messages) {
+  $("settings-error").textContent = "";
+  try {
+    return bodyOf(model, messages);
+  } catch (error) {
+    $("settings-error").textContent = error.message;
+    return null;
+  }
+}
+
 // A conversation with one model. Its messages are those of the API.
 class Column {
   constructor(model) {
@@ -75,7 +86,7 @@ class Column {
     if (message.role === "user") return this.asked(message, at);
     if (message.role === "tool")
       return el("div", { className: "message tool" }, el("p", { className: "who" }, "Result of a tool"), el("pre", {}, message.content));
-    return el("div", { className: "message answer" }, el("p", { className: "who" }, this.model), ...this.parts(message), this.actions(at));
+    return el("div", { className: "message answer" }, el("p", { className: "who" }, this.model), ...this.parts(message), message.waits ? null : this.actions(at));
   }
 
   asked(message, at) {
@@ -106,6 +117,7 @@ class Column {
       : null;
     const calls = (message.tool_calls ?? []).map((call) => this.call(call));
     return [
+      message.waits ? el("p", { className: "quiet" }, "Waiting for the first token…") : null,
       reasoning,
       ...markdown(message.content ?? ""),
       ...calls,
@@ -153,15 +165,9 @@ class Column {
   }
 
   async respond() {
-    let body;
-    try {
-      body = bodyOf(this.model, this.sent());
-    } catch (error) {
-      $("settings-error").textContent = error.message;
-      return;
-    }
-    $("settings-error").textContent = "";
-    const message = { role: "assistant", content: "" },
+    const body = validBody(this.model, this.sent());
+    if (!body) return;
+    const message = { role: "assistant", content: "", waits: true },
       begun = performance.now();
     this.messages.push(message);
     this.abort = new AbortController();
@@ -183,6 +189,7 @@ class Column {
         const delta = event.choices?.[0]?.delta;
         if (!delta) continue;
         if (first === null && (delta.content || delta.reasoning || delta.tool_calls)) first = performance.now();
+        if (first !== null) message.waits = false;
         this.take(message, delta);
         if (!waits) {
           waits = true;
@@ -193,9 +200,10 @@ class Column {
         }
       }
     } catch (error) {
-      message.error = error.name === "AbortError" ? "Stopped." : error.message;
+      message.error = error.name === "AbortError" ? "Stopped." : wordsOf(error);
       if (error instanceof ApiError && error.status === 401) enter(error.message);
     }
+    message.waits = false;
     message.figures = figures(usage, prices.get(this.model), begun, first, performance.now());
     this.abort = null;
     busy();
@@ -238,7 +246,11 @@ async function showLeft() {
       known = scarcest.get(kind);
     if (!known || share(one) < share(known)) scarcest.set(kind, one);
   }
-  const line = (one) => `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)} ${nameOf(one.limit)} (${one.holder})`;
+  const line = (one) => {
+    const left = `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)}`,
+      name = nameOf(one.limit);
+    return `${name.startsWith("cost") ? name.replace("cost", `a cost of ${left}`) : `${left} ${name}`} (${one.holder})`;
+  };
   $("left").textContent = scarcest.size ? `Left: ${[...scarcest.values()].map(line).join(" · ")}` : "No limit applies to this key.";
 }
 function figures(usage, price, begun, first, ended) {
@@ -265,26 +277,33 @@ function arrange() {
   busy();
 }
 
+function stop() {
+  for (const column of columns) column.abort?.abort();
+}
+function attach(url, name) {
+  image = url;
+  $("image-name").textContent = name ? `Remove ${name}` : "";
+  $("image-name").hidden = !name;
+  $("image").value = "";
+}
+
 function send(event) {
   event.preventDefault();
-  const running = columns.filter((column) => column.abort);
-  if (running.length) {
-    for (const column of running) column.abort.abort();
-    return;
-  }
+  if (columns.some((column) => column.abort)) return stop();
   const text = $("prompt").value.trim();
   if (!text && !image) {
     $("prompt").focus();
     return;
   }
+  if (!validBody(columns[0].model, [])) return; // the message stays in its field
   const content = image
     ? [
         { type: "text", text },
         { type: "image_url", image_url: { url: image } },
       ]
     : text;
-  $("prompt").value = $("image").value = $("image-name").textContent = "";
-  image = null;
+  $("prompt").value = "";
+  attach(null, "");
   for (const column of columns) {
     column.messages.push({ role: "user", content });
     column.respond();
@@ -309,11 +328,17 @@ start((models) => {
   $("model").onchange = $("other").onchange = arrange;
   $("composer").onsubmit = send;
   $("prompt").onkeydown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) $("composer").requestSubmit();
+    if (event.key === "Escape") stop();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    // A message that is written during a response is not lost, and does not stop it.
+    if (!columns.some((column) => column.abort)) $("composer").requestSubmit();
   };
+  $("image-name").onclick = () => attach(null, "");
   $("clear").onclick = () => {
+    stop();
+    attach(null, "");
     for (const column of columns) {
-      column.abort?.abort();
       column.messages = [];
       column.show();
     }
@@ -329,22 +354,17 @@ start((models) => {
     const [file] = $("image").files,
       reader = new FileReader();
     if (!file) return;
-    reader.onload = () => {
-      image = reader.result;
-      $("image-name").textContent = file.name;
-    };
+    reader.onload = () => attach(reader.result, file.name);
     reader.readAsDataURL(file);
   };
   $("code").onclick = () => {
     const messages = columns[0].sent().filter((one, at, all) => at < all.length - 1 || one.role !== "assistant");
-    try {
-      $("code-tabs").replaceChildren(
-        codeTabs(bodyOf(columns[0].model, messages.length ? messages : [{ role: "user", content: $("prompt").value.trim() || "Hello!" }])),
-      );
-    } catch (error) {
-      $("settings-error").textContent = error.message;
-      return;
-    }
+    const body = validBody(
+      columns[0].model,
+      messages.length ? messages : [{ role: "user", content: $("prompt").value.trim() || "Hello!" }],
+    );
+    if (!body) return;
+    $("code-tabs").replaceChildren(codeTabs(body));
     $("code-dialog").showModal();
   };
   arrange();

@@ -86,7 +86,9 @@ def test_from_the_url_to_a_response_a_snippet_and_the_remaining_budget_by_keyboa
         browser.press("Tab")
         count += 1
     browser.press("Enter")
-    browser.wait("document.getElementById('code-dialog').open && document.querySelector('#code-tabs pre').textContent.startsWith('curl')")
+    browser.wait(
+        "document.getElementById('code-dialog').open && document.querySelector('#code-tabs .tabs pre').textContent.startsWith('curl')"
+    )
     assert count + 1 <= 8
     audit(browser)
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from gateway.portal.pages import PAGES
+from tests.clients import install
 from tests.support.chromium import Chromium, chromium
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, serving
 from tests.support.wire import request, request_once
 
+PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 HOSTILE = "sim/<img/src=x/onerror=document.title='owned'>"
 MARKUP = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 MOST_BYTES = 100_000
+EMBEDDING = launched("sim/embedding") | {"task": "embedding", "capabilities": []}
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Seen:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("gateway")
     able: dict[str, Any] = {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"}
-    config = configuration(launched(**able), launched(HOSTILE), portal=True) | {"ledger": f"sqlite:///{folder / 'usage.db'}"}
+    config = configuration(launched(**able), launched(HOSTILE), EMBEDDING, portal=True) | {"ledger": f"sqlite:///{folder / 'usage.db'}"}
     config["models"][0]["price"] = {"prompt": 100, "completion": 500}
     config["keys"][0]["limits"] = {"requests_per_minute": 1000, "tokens_per_day": 1_000_000}
     with gateway(folder, config) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
@@ -83,7 +90,7 @@ def test_a_wrong_key_is_refused_with_the_reason_and_forgotten(seen: Seen) -> Non
 
 def test_the_key_of_a_fragment_is_in_this_tab_only(seen: Seen) -> None:
     seen.open("/portal")
-    seen.wait("document.querySelectorAll('.card').length === 2")
+    seen.wait("document.querySelectorAll('.card').length === 3")
     assert seen.browser.evaluate("location.href") == f"{seen.gateway.url}/portal"
     assert seen.browser.evaluate("[localStorage.length, document.cookie].join()") == "0,"
     seen.click("#leave")
@@ -92,13 +99,54 @@ def test_the_key_of_a_fragment_is_in_this_tab_only(seen: Seen) -> None:
 
 def test_the_models_of_the_key_and_code_for_each(seen: Seen) -> None:
     seen.open("/portal")
-    seen.wait("document.querySelectorAll('.card').length === 2")
+    seen.wait("document.querySelectorAll('.card').length === 3")
     assert HOSTILE in seen.browser.text() and "tools, reasoning" in seen.browser.text()
     seen.click(".card:nth-child(2) button")
-    assert "100 prompt · 500 completion per million tokens" in seen.browser.text() and "ready" in seen.browser.text()
-    shown = seen.browser.evaluate("[...document.querySelectorAll('#model-code pre')].map((one) => one.textContent)")
+    assert "100 prompt · 500 completion per 1M tokens" in seen.browser.text() and "ready" in seen.browser.text()
+    export, *shown = seen.browser.evaluate("[...document.querySelectorAll('#model-code pre')].map((one) => one.textContent)")
+    assert export == f"export VLLM_GATEWAY_KEY='{KEY[:6]}…'"
     assert len(shown) == 4 and all(seen.gateway.url in each and KEY not in each for each in shown)
     assert seen.browser.evaluate("document.title") == "Models · vllm-gateway"
+
+
+def test_the_whole_key_is_copied_also_without_tls(seen: Seen) -> None:
+    seen.open("/portal")
+    seen.click(".card button")
+    # A page of http://HOST has no clipboard, but copies a selection.
+    seen.browser.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    seen.browser.evaluate("document.addEventListener('copy', () => { window.copied = document.activeElement.value; })")
+    seen.click("#model-code .copy")
+    seen.wait("window.copied")
+    assert seen.browser.evaluate("window.copied") == f"export VLLM_GATEWAY_KEY='{KEY}'\n"
+    assert seen.browser.evaluate("[document.querySelectorAll('textarea').length, document.activeElement.textContent].join()") == "0,Copied"
+
+
+def test_the_shown_code_runs_unchanged(seen: Seen, tmp_path: Path) -> None:
+    seen.open("/portal/playground?model=sim/one")
+    seen.wait("document.querySelector('.column')")
+    seen.write("prompt", 'It\'s "a" $HOME `test` \\n مفتاح')
+    seen.write("system", "Be brief.")
+    seen.write("parameter-temperature", "0.5")
+    seen.browser.evaluate(f"attach({PICTURE!r}, 'dot.png')")
+    seen.click("#tools-example")
+    seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
+    seen.wait("document.querySelector('.call') && document.getElementById('send').textContent === 'Send'")
+    seen.browser.evaluate("document.querySelector('.call textarea').value = 'Sunny'")
+    seen.click(".call button")
+    seen.wait("document.querySelectorAll('.figures').length === 2 && document.getElementById('send').textContent === 'Send'")
+    seen.click("#code")
+    panels = "[...document.querySelectorAll('#code-tabs [role=tabpanel]')].map((one) => one.textContent.replace(/^Copy/, ''))"
+    curl, python, _, anthropic = seen.browser.evaluate(panels)
+    environment = os.environ | {"VLLM_GATEWAY_KEY": KEY}
+    programs = {"curl": (["bash"], curl), "python": ([sys.executable], python)}
+    current = install.environment("current")
+    if install.installed(current, install.LOCKS / "current.lock"):
+        programs["anthropic"] = ([str(current / "bin" / "python")], anthropic)
+    for name, (program, text) in programs.items():
+        file = tmp_path / name
+        file.write_text(text)
+        ran = subprocess.run([*program, str(file)], env=environment, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0 and '"error"' not in ran.stdout and ran.stdout.strip(), (name, ran)
 
 
 def test_a_streamed_response_with_its_figures(seen: Seen) -> None:
@@ -155,6 +203,49 @@ def test_settings_that_are_not_json_are_named_and_nothing_is_sent(seen: Seen) ->
     seen.write("prompt", "Hello")
     seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
     seen.wait("document.getElementById('settings-error').textContent.startsWith('JSON schema: ')")
+    assert seen.browser.evaluate("document.getElementById('prompt').value") == "Hello"
+    seen.write("schema", "")
+    seen.send("Hello")
+    assert seen.browser.evaluate("document.querySelectorAll('.asked').length") == 1
+
+
+def test_enter_sends_and_only_escape_stops(seen: Seen) -> None:
+    seen.open("/portal/playground?model=sim/one")
+    seen.wait("document.activeElement.id === 'prompt'")
+    seen.write("parameter-max_tokens", "20000")
+    seen.browser.type("Write a long story.")
+    seen.browser.press("Enter")
+    seen.wait("document.getElementById('send').textContent === 'Stop'")
+    assert seen.browser.evaluate("document.getElementById('prompt').value") == ""
+    seen.browser.type("Next")
+    seen.browser.press("Enter")
+    assert seen.browser.evaluate("document.getElementById('send').textContent") == "Stop"
+    seen.browser.press("Escape")
+    seen.wait("document.querySelector('.answer .error')?.textContent === 'Stopped.'")
+    assert seen.browser.evaluate("document.getElementById('prompt').value") == "Next"
+
+
+def test_a_lost_network_is_named_in_words(seen: Seen) -> None:
+    seen.open("/portal/playground?model=sim/one")
+    seen.wait("document.querySelector('.column') && document.getElementById('left').textContent")
+    seen.browser.disconnect(is_offline=True)
+    seen.write("prompt", "Hello")
+    seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
+    seen.wait("document.querySelector('.answer .error')?.textContent.startsWith('The gateway does not respond')")
+    seen.wait("!document.getElementById('lost').hidden")
+    seen.browser.disconnect(is_offline=False)
+    seen.wait("document.getElementById('lost').hidden")
+    seen.browser.complaints[:] = [each for each in seen.browser.complaints if "ERR_INTERNET_DISCONNECTED" not in each]
+
+
+def test_an_image_can_be_removed(seen: Seen) -> None:
+    seen.open("/portal/playground?model=sim/one")
+    seen.wait("document.querySelector('.column')")
+    seen.browser.evaluate(f"attach({PICTURE!r}, 'dot.png')")
+    seen.wait("document.getElementById('image-name').textContent === 'Remove dot.png'")
+    seen.click("#image-name")
+    seen.send("Hello")
+    assert seen.browser.evaluate("document.querySelectorAll('.asked img').length") == 0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +288,8 @@ def test_usage_and_limits_have_numbers_and_words(seen: Seen) -> None:
 
 def test_the_connection_is_tested(seen: Seen) -> None:
     seen.open("/portal/connect")
+    seen.wait("document.querySelectorAll('#connect-model option').length")
+    assert seen.browser.evaluate("[...document.querySelectorAll('#connect-model option')].map((one) => one.value)") == ["sim/one", HOSTILE]
     seen.click("#connect-test")
     seen.wait("document.getElementById('connect-result').textContent.startsWith('It works')")
     assert KEY not in seen.browser.text()
@@ -218,6 +311,16 @@ def test_a_page_is_not_wider_than_the_window(seen: Seen, path: str, width: int) 
     seen.open(path)
     seen.wait("document.getElementById('page').hidden === false")
     assert seen.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_dates_of_the_usage_stay_on_one_line_of_a_phone(seen: Seen) -> None:
+    seen.browser.resize(390, 800)
+    seen.open("/portal/playground?model=sim/one")
+    seen.send("Hello")
+    wait_for(lambda: seen.gateway.get("/usage").json()["usage"])
+    seen.open("/portal/usage")
+    seen.wait("document.querySelector('#usage tbody th')")
+    assert seen.browser.evaluate("document.querySelector('#usage tbody th').offsetHeight") < 50
 
 
 def test_programs_at_the_root_get_json(seen: Seen) -> None:
