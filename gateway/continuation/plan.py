@@ -26,13 +26,20 @@ class Path(StrEnum):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How a stream would be continued. ``sampled``: the rest is valid, but an undisturbed response would have another one."""
+    """How a stream would be continued.
+
+    ``sampled``: the rest is valid, but an undisturbed response would have another one. ``overlap``: the characters of the longest stop
+    string of a completion, without its last one.
+    """
 
     path: Path
     sampled: bool = False
+    overlap: int = 0
 
 
 _Accepts = Callable[[Any], bool]
+_LONGEST_STOP = 1000
+"""Characters of a stop string. Each token whose text may be the start of one takes memory."""
 
 
 def _any(_: object) -> bool:
@@ -55,6 +62,19 @@ def _is_one(value: object) -> bool:
     return value is None or value == 1
 
 
+def _is_bool(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _has_stops(value: object) -> bool:
+    """Return whether these are stop strings that are not too long."""
+    return all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in _list_of(value))
+
+
+def _list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def _has_text_only(messages: object) -> bool:
     """Return whether all messages are text."""
     return isinstance(messages, list) and all(isinstance(each, dict) and _is_text(each.get("content")) for each in messages)
@@ -74,7 +94,6 @@ _SHARED: Mapping[str, _Accepts] = {
     **dict.fromkeys(("suffix", "prompt_logprobs", "structured_outputs", "request_id"), _is_none),
     "n": _is_one,
     "best_of": _is_one,
-    "stop": lambda value: value is None or value == [],
     "response_format": lambda value: value is None or value == {"type": "text"},
 }
 _ALLOWED: Mapping[Dialect, Mapping[str, _Accepts]] = {
@@ -83,6 +102,7 @@ _ALLOWED: Mapping[Dialect, Mapping[str, _Accepts]] = {
         **dict.fromkeys(("max_completion_tokens", "tools", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"), _any),
         **dict.fromkeys(("thinking_token_budget", "metadata"), _any),
         "messages": _has_text_only,
+        "stop": lambda value: value is None or value == [],
         "tool_choice": lambda value: value in (None, "auto", "none"),
         "include_reasoning": lambda value: value is None or value is True,
         "logprobs": _is_false,
@@ -91,6 +111,8 @@ _ALLOWED: Mapping[Dialect, Mapping[str, _Accepts]] = {
         **_SHARED,
         "prompt": lambda value: isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int)),
         "logprobs": _is_none,
+        "stop": _has_stops,
+        "include_stop_str_in_output": _is_bool,
     },
 }
 """The fields of a request that is continued by its token IDs, and which values they may have."""
@@ -108,7 +130,9 @@ def plan_of(document: Mapping[str, Any], dialect: Dialect, resume: Resume, scale
     is_drawn = resume is Resume.SAMPLED and document.get("seed") is None
     allowed = _ALLOWED.get(dialect) if is_greedy or is_drawn else None
     if allowed is not None and (dialect is Dialect.COMPLETIONS or scale_out()) and _accepts(allowed, document):
-        return Plan(Path.TOKEN_IDS, not is_greedy)
+        overlap = max(map(len, _list_of(document.get("stop"))), default=1) - 1
+        if is_greedy or not overlap:  # another draw has other text in place of the text that was held back
+            return Plan(Path.TOKEN_IDS, not is_greedy, overlap)
     if is_greedy or document.get("seed") is not None:
         return Plan(Path.REGENERATION)
     return None

@@ -4,6 +4,10 @@ The gateway requests ``return_token_ids`` of vLLM, and removes the IDs from what
 client that does not request them. While a parser buffers the markup of a call, vLLM sends events with IDs and an empty ``delta``, which
 it would not send otherwise; they are left out (``chat_completion_stream_generator`` in vLLM's openai/chat_completion/serving.py).
 
+A completion is continued from a token after which its text is complete, so that the text after that token is made again. Only an event of
+one token shows that: the last token of several may be the start of a character. With stop strings, vLLM holds back text, and another server
+would miss a stop string that began before its first token. So it starts early enough that such a stop string has been looked for.
+
 The rule: the record has the tokens of every event that was sent, and no others except those without a text. A record that is too long, or
 that lacks the tokens of an event, is dropped, and its stream cannot be continued.
 """
@@ -11,6 +15,7 @@ that lacks the tokens of an event, is dropped, and its stream cannot be continue
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,11 +38,18 @@ _NULL = b"null"
 
 
 class TokenRecord:
-    """The tokens of one stream with one choice. ``hold`` reserves their memory (``RecordMemory``)."""
+    """The tokens of one stream with one choice.
+
+    ``hold`` reserves their memory (``RecordMemory``). ``overlap``: the characters of the longest stop string of a completion, without its
+    last one.
+    """
 
     __slots__ = (
         "_dialect",
         "_memory",
+        "_points",
+        "_position",
+        "_sent",
         "call_ids",
         "counts_reasoning",
         "finish",
@@ -45,6 +57,7 @@ class TokenRecord:
         "ids",
         "is_usable",
         "lengths",
+        "overlap",
         "prompt",
         "prompt_size",
         "shown",
@@ -52,15 +65,19 @@ class TokenRecord:
         "usage_sent",
     )
 
-    def __init__(self, dialect: Dialect, hold: Callable[[int], bool]) -> None:
+    def __init__(self, dialect: Dialect, hold: Callable[[int], bool], overlap: int = 0) -> None:
         self._dialect: Dialect = dialect
         self._memory: RecordMemory = RecordMemory(hold, _STEP, LONGEST * BYTES_PER_TOKEN)
+        self._points: deque[tuple[int, int]] = deque()  # tokens after which a completion may be continued later, with the characters sent
+        self._sent: int = 0  # characters, without those of events that need no count
+        self._position: int = 0  # of them, up to the tokens of ``shown``
+        self.overlap: int = overlap
         self.ids: array[int] = array("I")
         """The tokens of the response so far."""
         self.lengths: array[int] = array("H")
         """The number of tokens of each event."""
         self.shown: int = 0
-        """The tokens up to the last text that was sent; the text of the tokens after it may be incomplete."""
+        """The tokens after which a completion can be continued."""
         self.prompt: array[int] = array("I")
         """The tokens of the prompt of a completion. ``render`` gives those of a chat."""
         self.prompt_size: int = 0
@@ -101,10 +118,30 @@ class TokenRecord:
         except OverflowError:
             self.drop()
 
-    def add_shown(self, ids: bytes) -> None:
-        """Add the tokens of an event with a text, as they are written in it."""
+    @property
+    def surplus(self) -> int:
+        """The characters that were sent after the text of the event with the last token of ``shown``."""
+        return self._sent - self._position
+
+    def add_shown(self, ids: bytes, text: bytes) -> None:
+        """Add the tokens of an event with a text, as both are written in it."""
         self.add_hidden(ids)
-        self.shown = len(self.ids)
+        is_alone = ids.find(b",") < 0
+        if is_alone and not self.overlap:
+            self.shown, self._position = len(self.ids), self._sent
+        elif self._dialect is Dialect.COMPLETIONS:
+            try:
+                self._note_text(orjson.loads(b'"%b"' % text), is_alone=is_alone)
+            except orjson.JSONDecodeError:  # not UTF-8
+                self.drop()
+
+    def _note_text(self, text: str, *, is_alone: bool) -> None:
+        """Note the text of an event. ``is_alone``: the event has one token."""
+        self._sent += len(text)
+        if is_alone:
+            self._points.append((len(self.ids), self._sent))
+        while self._points and self._points[0][1] + self.overlap <= self._sent:
+            self.shown, self._position = self._points.popleft()
 
     def add_hidden(self, ids: bytes) -> None:
         """Add the tokens of an event with an empty text, as they are written in it."""
@@ -117,7 +154,7 @@ class TokenRecord:
         self.ids, self.lengths, self.prompt = array("I"), array("H"), array("I")
 
     def keep_shown(self) -> None:
-        """Forget the tokens after the last text, which are made again."""
+        """Forget the tokens after those of ``shown``, which are made again."""
         while len(self.ids) > self.shown:
             del self.ids[max(len(self.ids) - self.lengths.pop(), self.shown) :]
 
@@ -141,7 +178,7 @@ class TokenRecord:
         ids = [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
         if self.is_usable:
             self.add(ids)
-        self._note(choice)
+        self._note(choice, is_alone=len(ids) == 1)
         shown = _without_ids(event)
         for owner, name in ((document, _PROMPT), (choice, _PROMPT), (choice, _IDS)):
             if name in owner:
@@ -169,11 +206,11 @@ class TokenRecord:
         else:
             self.drop()
 
-    def _note(self, choice: Mapping[str, Any]) -> None:
-        finish, delta = choice.get("finish_reason"), choice.get("delta")
+    def _note(self, choice: Mapping[str, Any], *, is_alone: bool) -> None:
+        finish, delta, text = choice.get("finish_reason"), choice.get("delta"), choice.get("text")
         self.finish = finish if isinstance(finish, str) else self.finish
-        if choice.get("text"):
-            self.shown = len(self.ids)
+        if isinstance(text, str) and text:
+            self._note_text(text, is_alone=is_alone)
         calls = delta.get("tool_calls") if isinstance(delta, dict) else None
         if isinstance(calls, list):
             self.tools_sent = self.tools_sent or bool(calls)

@@ -175,6 +175,25 @@ class _Rest:
         response.keep_close()
         return response
 
+    async def _relay(self, response: UpstreamResponse, feed: Callable[[bytes], bytes]) -> None:
+        """Relay the other server's stream. ``feed`` returns what the client lacks of it. Raises UpstreamError and DifferentError."""
+        different: list[DifferentError] = []
+        try:
+            await self._stream.continue_with(response, partial(self._pass_on, feed, response, different))
+        except UpstreamError:
+            if different:  # the connection was closed for it
+                raise different[0] from None
+            raise
+
+    def _pass_on(self, feed: Callable[[bytes], bytes], response: UpstreamResponse, different: list[DifferentError], data: bytes) -> None:
+        try:
+            self._show(feed(data))
+        except EventTooLongError as error:
+            response.fail(BadResponse(response.server.name, str(error)))
+        except DifferentError as error:
+            different.append(error)
+            response.truncate()
+
     def _show(self, events: bytes) -> None:
         if events:
             if self.gap is None:
@@ -224,16 +243,10 @@ class _FromTokens(_Rest):
     # Completions
 
     async def _by_completion(self, attempt: Attempt) -> None:
-        rest = ContinuedCompletion(self._record, self._document, self._limit)
-        self._resumed_after = len(self._record.ids)
+        rest = ContinuedCompletion(self._record, self._document, self._limit, sampled=self._plan.sampled)
+        self._resumed_after = self._record.shown
         response = await self._started(attempt, lambda server: self._upstream.compose(server, rest.body(self._served(server))))
-        await self._stream.continue_with(response, partial(self._pass_on, rest, response))
-
-    def _pass_on(self, rest: ContinuedCompletion, response: UpstreamResponse, data: bytes) -> None:
-        try:
-            self._show(rest.feed(data))
-        except EventTooLongError as error:
-            response.fail(BadResponse(response.server.name, str(error)))
+        await self._relay(response, rest.feed)
 
     # Chats
 
@@ -292,7 +305,6 @@ class _Regenerated(_Rest):
     def __init__(self, lost: UpstreamError, stream: EventRelay, upstream: UpstreamRequest, context: RequestContext, send: Send) -> None:
         super().__init__(lost, stream, upstream, context, send)
         self._sent = context.tokens_so_far()
-        self._different: DifferentError | None = None
 
     def _costs(self) -> tuple[int, int]:
         return self._sent, self._stream.prompt_tokens
@@ -300,22 +312,9 @@ class _Regenerated(_Rest):
     async def _serve(self, attempt: Attempt) -> None:
         assert isinstance(self._stream.record, SentText)
         second = Regeneration(self._stream.record, self._upstream.request.target.route.dialect)
+        splitter = Splitter(self._limit)
         response = await self._started(attempt, self._upstream.compose)
-        try:
-            await self._stream.continue_with(response, partial(self._read, second, Splitter(self._limit), response))
-        except UpstreamError:
-            if self._different is not None:  # the connection was closed for it
-                raise self._different from None
-            raise
-
-    def _read(self, second: Regeneration, splitter: Splitter, response: UpstreamResponse, data: bytes) -> None:
-        try:
-            self._show(second.feed(splitter.feed(data)))
-        except EventTooLongError as error:
-            response.fail(BadResponse(response.server.name, str(error)))
-        except DifferentError as error:
-            self._different = error
-            response.truncate()
+        await self._relay(response, lambda data: second.feed(splitter.feed(data)))
 
 
 _REST: Mapping[type, type[_Rest]] = {TokenRecord: _FromTokens, SentText: _Regenerated}

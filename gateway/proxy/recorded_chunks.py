@@ -49,7 +49,7 @@ class TokenRecorder:
         found = rest.match(chunk, ids)
         assert found is not None
         if text.end() - 1 > text_start:
-            self._record.add_shown(found[1])
+            self._record.add_shown(found[1], chunk[text_start : text.end() - 1])
         else:
             self._record.add_hidden(found[1])
         if usage >= 0 and self._running is not None:

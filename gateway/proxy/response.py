@@ -668,7 +668,7 @@ def _record_of(upstream: UpstreamRequest) -> TokenRecord | SentText | None:
     if upstream.plan is None:
         return None
     dialect, hold = upstream.request.target.route.dialect, upstream.request.body.hold
-    return TokenRecord(dialect, hold) if upstream.plan.path is Path.TOKEN_IDS else SentText(dialect, hold)
+    return TokenRecord(dialect, hold, upstream.plan.overlap) if upstream.plan.path is Path.TOKEN_IDS else SentText(dialect, hold)
 
 
 def choose_relay(response: UpstreamResponse, upstream: UpstreamRequest) -> BodyRelay | EventRelay:

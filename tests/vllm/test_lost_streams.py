@@ -12,9 +12,9 @@ from contextlib import ExitStack
 import httpx2
 import pytest
 
-from tests.gateway.continuation.stage import CHAT, COMPLETIONS, USAGE, Json, check, cut_in, stage
+from tests.gateway.continuation.stage import CHAT, COMPLETIONS, USAGE, Json, check, cut_in, stage, stop_trial
 from tests.support.cutting_proxy import Cut
-from tests.vllm.continuation import CALLS, CHINESE, FLAGS, POINTS, PROMPT
+from tests.vllm.continuation import CALLS, CHINESE, CHINESE_PROMPT, FLAGS, POINTS, PROMPT
 from tests.vllm.server import NOT_INSTALLED, Server, installed, running
 from tests.vllm.test_stream_bytes import normalized, undivided
 from upstream.http.deadlines import Timeouts
@@ -29,7 +29,7 @@ REQUESTS: tuple[tuple[str, Json], ...] = (
     (CHAT, {**POINTS, **STREAM, "stop": ["bullet"]}),
     (COMPLETIONS, {**PROMPT, **STREAM}),
 )
-CUTS = 3
+CUTS, STOPS = 3, 8
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,9 @@ async def test_streams_of_real_servers_are_equal(servers: list[Server]) -> None:
             for _ in range(CUTS):
                 cut = cut_in(dice, len(whole.events) - 1)
                 check(await one.send(path, body, cut), whole, cut, reasoning=False)
+        for prompt in (PROMPT["prompt"], CHINESE_PROMPT):
+            for _ in range(STOPS):
+                await stop_trial(one, {**PROMPT, **STREAM, "prompt": prompt, "max_tokens": 100}, dice)
         killed = {server.port: server.pid for server in servers}
         path, body = REQUESTS[1]
         cut = Cut(len(undisturbed[1].events) // 2, then=lambda port: os.killpg(killed.pop(port), signal.SIGKILL))

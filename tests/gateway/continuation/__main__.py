@@ -11,9 +11,22 @@ import sys
 from collections import Counter
 
 from gateway.snapshot.snapshot import Resume
-from tests.gateway.continuation.stage import CHAT, COMPLETIONS, MANY_BYTES, REQUESTS, sampled_trials, simulators, stage, trial
+from tests.gateway.continuation.stage import (
+    CHAT,
+    COMPLETIONS,
+    MANY_BYTES,
+    REQUESTS,
+    completion,
+    sampled_trials,
+    simulators,
+    stage,
+    stop_trial,
+    trial,
+)
 
 COUNT, SAMPLED = 1000, 300
+STOPPED = 0.3
+"""The part of the streams that end at a random stop string."""
 
 
 async def compare(count: int) -> int:
@@ -25,7 +38,10 @@ async def compare(count: int) -> int:
                 for _ in range(count // 2):
                     name = dice.choice([*REQUESTS])
                     try:
-                        outcome = await trial(one, name, dice)
+                        if dice.random() < STOPPED:
+                            outcome = await stop_trial(one, completion(prompt=name, max_tokens=80), dice)
+                        else:
+                            outcome = await trial(one, name, dice)
                         results.update(f"{each.path} {each.outcome}" for each in outcome.record.continuations)
                     except AssertionError as error:
                         different += 1

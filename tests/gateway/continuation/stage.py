@@ -43,6 +43,7 @@ TOOL = {
 }
 PLAIN: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 USAGE: Json = {"stream_options": {"include_usage": True}}
+RUNNING_USAGE: Json = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def chat(text: str = "Hello", **fields: Any) -> Json:
@@ -71,6 +72,8 @@ REQUESTS: Mapping[str, tuple[str, Json]] = {
     "completion, usage": (COMPLETIONS, completion(prompt="The end", **USAGE)),
     "completion of token IDs": (COMPLETIONS, completion(prompt=[65, 66, 67])),
     "completion, stop": (COMPLETIONS, completion(stop=["ov"])),
+    "completion, text held back": (COMPLETIONS, completion(stop=["never there", "?" * 50], min_tokens=30, **USAGE)),
+    "completion, all held back": (COMPLETIONS, completion(stop="!" * 500, **RUNNING_USAGE)),
     "message": (MESSAGES, {**chat(), "max_tokens": 60}),
     "message, tools": (MESSAGES, {**chat(), "max_tokens": 90, "tools": [{"name": "look", "input_schema": TOOL["function"]["parameters"]}]}),  # type: ignore[index]
     "response": (RESPONSES, {"model": "tiny", "input": "Hello", "temperature": 0, "stream": True}),
@@ -241,6 +244,21 @@ async def trial(one: Stage, name: str, dice: random.Random) -> Outcome:
     cuts = [cut_in(dice, count)] + ([cut_in(dice, count)] if dice.random() < 1 / 3 else [])
     outcome = await one.run(name, *cuts)
     check(outcome, undisturbed, *cuts, reasoning=len(cuts) == 1)
+    return outcome
+
+
+async def stop_trial(one: Stage, body: Json, dice: random.Random) -> Outcome:
+    """Stop a completion at a random part of its text, and cut it at a random event. Check that it is equal, and was not regenerated."""
+    events = [orjson.loads(data) for data in map(data_of, (await one.send(COMPLETIONS, body)).events) if data != b"[DONE]"]
+    whole = "".join(choice["text"] for event in events for choice in event["choices"])
+    start = dice.randrange(len(whole) // 3, len(whole) - 1)
+    stops = [whole[start : start + dice.choice((1, 2, 5, 12, 30))], whole[: dice.randrange(1, 40)] + "?"]
+    body = {**body, "stop": stops, "include_stop_str_in_output": dice.random() < 1 / 3}
+    undisturbed = await one.send(COMPLETIONS, body)
+    cuts = [cut_in(dice, len(undisturbed.events) - 1) for _ in range(dice.choice((1, 1, 2)))]
+    outcome = await one.send(COMPLETIONS, body, *cuts)
+    check(outcome, undisturbed, *cuts)
+    assert {each.path for each in outcome.record.continuations} <= {"token_ids"}
     return outcome
 
 

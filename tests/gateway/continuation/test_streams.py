@@ -17,12 +17,15 @@ from tests.gateway.continuation.stage import (
     MANY_BYTES,
     PLAIN,
     REQUESTS,
+    RUNNING_USAGE,
     chat,
     check,
+    completion,
     report,
     sampled_trials,
     simulators,
     stage,
+    stop_trial,
     trial,
 )
 from tests.support.cutting_proxy import Cut
@@ -57,6 +60,15 @@ async def test_streams_with_multi_byte_text_and_several_calls_are_equal() -> Non
                 dice = random.Random(name)
                 for _ in range(TRIALS // 2):
                     await trial(one, name, dice)
+
+
+@pytest.mark.parametrize("flags", [(), MANY_BYTES], ids=["", "multi-byte text"])
+async def test_completions_that_end_at_a_stop_string_are_equal(flags: tuple[str, ...]) -> None:
+    dice = random.Random(str(flags))
+    with simulators(3, *flags) as servers:
+        async with stage(servers) as one:
+            for number in range(TRIALS * 3):
+                await stop_trial(one, completion(prompt=f"Part {number % 4}", max_tokens=80, **RUNNING_USAGE), dice)
 
 
 @pytest.mark.parametrize("extra", [0, 20])

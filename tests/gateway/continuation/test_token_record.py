@@ -78,13 +78,46 @@ def test_the_record_has_what_a_continuation_must_repeat() -> None:
     assert record.usage_sent
 
 
-def test_a_completion_continues_after_its_last_text() -> None:
-    texts: list[tuple[str, list[int]]] = [("a", [1]), ("b", [2, 3]), ("", [4]), ("", [5, 6])]
-    documents = [{**HEAD, "choices": [{"index": 0, "text": text, "token_ids": ids, "prompt_token_ids": [9, 9]}]} for text, ids in texts]
-    record = recorded(documents, Dialect.COMPLETIONS)
-    assert list(record.prompt) == [9, 9]
+Texts = list[tuple[str, list[int]]]
+
+
+def completed(texts: Texts, overlap: int = 0) -> TokenRecord:
+    """Return the record of a completion with events of these texts and tokens."""
+    record = TokenRecord(Dialect.COMPLETIONS, unlimited, overlap)
+    for text, ids in texts:
+        document = {**HEAD, "choices": [{"index": 0, "text": text, "token_ids": ids, "prompt_token_ids": [9, 9]}]}
+        record.take(event(document), document)
+    return record
+
+
+def test_a_completion_continues_after_the_last_event_of_one_token_with_a_text() -> None:
+    record = completed([("a", [1]), ("b", [2]), ("cd", [3, 4]), ("", [5])])
+    assert (list(record.prompt), record.shown, record.surplus) == ([9, 9], 2, 2)
     record.keep_shown()
-    assert (list(record.ids), list(record.lengths)) == ([1, 2, 3], [1, 2])
+    assert (list(record.ids), list(record.lengths)) == ([1, 2], [1, 1])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(st.text("aé🌍\n", max_size=3), st.integers(1, 3)), max_size=30), st.integers(0, 6))
+def test_a_completion_continues_where_no_stop_string_can_begin_before(parts: list[tuple[str, int]], overlap: int) -> None:
+    texts = [(text, [*range(count)]) for text, count in parts]
+    record, chunks = completed(texts, overlap), completed([], overlap)
+    for text, ids in texts:  # as the fast path records them
+        written = ",".join(map(str, ids)).encode()
+        if text:
+            chunks.add_shown(written, orjson.dumps(text)[1:-1])
+        else:
+            chunks.add_hidden(written)
+    ends = [(sum(count for _, count in parts[: at + 1]), sum(len(text) for text, _ in parts[at + 1 :])) for at in range(len(parts))]
+    points = [end for end, (text, count) in zip(ends, parts, strict=True) if text and count == 1 and end[1] >= overlap]
+    expected = points[-1] if points else (0, sum(len(text) for text, _ in parts))
+    assert (record.shown, record.surplus) == (chunks.shown, chunks.surplus) == expected
+
+
+def test_a_text_that_is_not_valid_ends_the_record() -> None:
+    record = completed([("a", [1])], overlap=3)
+    record.add_shown(b"2", b"\xff")
+    assert not record.is_usable
 
 
 @pytest.mark.parametrize("ids", [[2**32], [1, 2**50], [2**63 - 1]])
@@ -105,7 +138,7 @@ def test_without_memory_the_record_ends_and_the_stream_continues() -> None:
     document = chunk({"content": "a"}, [1])
     assert record.take(event(document), document) == event(chunk({"content": "a"}, None))
     assert not record.is_usable
-    record.add_shown(b"1,2")
+    record.add_shown(b"1,2", b"a")
     assert not record.ids
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.text import json_schema, tokenizer
 from upstream.simulator.text.parser import Parser
-from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, Tool, plan
+from upstream.simulator.text.plan import GenerationRequest, Prompt, Token, TokenKind, Tool, plan
 from upstream.simulator.text.speaker import Speaker
 
 
@@ -177,6 +178,20 @@ def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
     text = "".join(token.text for token in free.tokens)
     assert "".join(token.text for token in stopped.tokens) == text.split(stop)[0]
     assert stopped.stop == (stop if stop in text else None)
+
+
+@given(some.sampled_from(["the", " a", "o", "en"]), some.integers(0, 20), some.integers(0, 40))
+def test_a_stop_string_counts_after_the_least_number_of_tokens(stop: str, seed: int, minimum: int) -> None:
+    (free,) = plan(generation_request(seed=seed), Behavior(tokens=60), 0).choices
+    request = generation_request(seed=seed, stops=(stop,), minimum=minimum, includes_stop=True)
+    (stopped,) = plan(request, Behavior(tokens=60), 0).choices
+    whole, least = _texts(free.tokens), len(_texts(free.tokens[:minimum]))
+    ends = [at + len(stop) for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop) > least]
+    assert _texts(stopped.tokens) == (whole[: ends[0]] if ends else whole)
+
+
+def _texts(tokens: Sequence[Token]) -> str:
+    return "".join(token.text for token in tokens)
 
 
 def test_a_prefix_is_known_by_whole_blocks_and_never_whole() -> None:

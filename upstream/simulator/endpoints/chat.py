@@ -188,6 +188,7 @@ def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
         n=request.n or 1,
         seed=request.seed,
         stops=request.stops,
+        includes_stop=request.include_stop_str_in_output,
         minimum=request.min_tokens,
         ignore_end=request.ignore_eos,
         thinking=thinking,

@@ -66,6 +66,7 @@ def _generation_request(call: ApiRequest, request: CompletionRequest) -> Generat
         n=request.n,
         seed=request.seed,
         stops=request.stops,
+        includes_stop=request.include_stop_str_in_output,
         minimum=request.min_tokens,
         ignore_end=request.ignore_eos,
         forced=fields.constraint(request),

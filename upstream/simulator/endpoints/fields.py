@@ -62,6 +62,7 @@ class Sampling(Fields):
     n: int | None = 1
     seed: int | None = Field(None, ge=-_INT64, le=_INT64 - 1)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    include_stop_str_in_output: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None

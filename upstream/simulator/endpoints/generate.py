@@ -80,6 +80,7 @@ def _generation_request(call: ApiRequest, request: GenerateRequest) -> Generatio
         n=params.n or 1,
         seed=params.seed,
         stops=params.stops,
+        includes_stop=params.include_stop_str_in_output,
         minimum=params.min_tokens,
         ignore_end=params.ignore_eos,
         thinking=_thinks(call, request.reasoning_parser_kwargs),

@@ -82,6 +82,7 @@ def _sampling_params(call: ApiRequest, prepared: Prepared) -> dict[str, Any]:
         "seed": (request.seed, None),
         "ignore_eos": (request.ignore_eos, False),
         "max_tokens": (generation.limit, DEFAULT_TOKENS),
+        "include_stop_str_in_output": (request.include_stop_str_in_output, False),
         "min_tokens": (request.min_tokens, 0),
         "logprobs": (request.top_logprobs if request.logprobs else None, None),
         "skip_special_tokens": (not parses, True),

@@ -102,6 +102,7 @@ class GenerationRequest:
     n: int = 1
     seed: int | None = None
     stops: tuple[str, ...] = ()
+    includes_stop: bool = False
     minimum: int = 0
     ignore_end: bool = False
     thinking: bool = False
@@ -148,8 +149,9 @@ def _choice(request: GenerationRequest, behavior: Behavior, prompt: Prompt, spea
     tokens = _tokens(request, behavior, speaker_of(prompt.original.text), started)
     if started >= len(tokens) or any(token.piece != piece for token, piece in zip(tokens, prompt.started, strict=False)):
         tokens, started = _tokens(request, behavior, speaker_of(prompt.text), 0), 0
-    choice = _limited(_stopped(_without_open_call(tokens[started:]), request.stops), request.limit)
-    return replace(choice, tokens=tuple(_held_back(choice.tokens, request.stops))) if request.stops else choice
+    choice = _limited(_stopped(_without_open_call(tokens[started:]), request), request.limit)
+    holds_back = request.stops and not request.includes_stop
+    return replace(choice, tokens=tuple(_held_back(choice.tokens, request.stops))) if holds_back else choice
 
 
 def _without_open_call(tokens: list[Token]) -> list[Token]:
@@ -207,14 +209,21 @@ def _limited(choice: Choice, limit: int) -> Choice:
     return choice if len(choice.tokens) <= limit else Choice(choice.tokens[:limit], "length")
 
 
-def _stopped(tokens: list[Token], stops: tuple[str, ...]) -> Choice:
-    """End at the stop string that is complete first; the tokens up to its last are counted."""
-    content = "".join(token.text for token in tokens if token.kind is TokenKind.CONTENT)
-    found = [(content.find(stop) + len(stop), stop) for stop in stops if stop in content]
+def _stopped(tokens: list[Token], request: GenerationRequest) -> Choice:
+    """End at the stop string that is complete first, after the least number of tokens; the tokens up to its last are counted."""
+    content = _content_of(tokens)
+    least = len(_content_of(tokens[: request.minimum]))
+    places = ((content.find(stop, max(0, least + 1 - len(stop))), stop) for stop in request.stops)
+    found = [(at + len(stop), stop) for at, stop in places if at >= 0]
     if not found:
         return Choice(tuple(tokens), "stop")
     end, stop = min(found)
-    return Choice(tuple(_shortened(tokens[: _tokens_until(tokens, end)], end - len(stop))), "stop", stop)
+    keep = end if request.includes_stop else end - len(stop)
+    return Choice(tuple(_shortened(tokens[: _tokens_until(tokens, end)], keep)), "stop", stop)
+
+
+def _content_of(tokens: list[Token]) -> str:
+    return "".join(token.text for token in tokens if token.kind is TokenKind.CONTENT)
 
 
 def _tokens_until(tokens: list[Token], end: int) -> int:
