@@ -1,7 +1,7 @@
 """Continue a chat on another server: render its prompt, generate tokens after those of the response so far, derender them. Sans-I/O.
 
-The rule: derender gets every token of the response in the groups in which it was made, except the token that ended the response, and the
-events that it makes are those of the parsers of the lost server (docs/continuation.md, "Rules of an exact continuation").
+The rule: derender gets every token of the response in turn, except the token that ended the response, and the events that it makes are
+those of the parsers of the lost server (docs/continuation.md, "Rules of an exact continuation").
 """
 
 from __future__ import annotations
@@ -88,16 +88,20 @@ class _Search:
 class ContinuedChat:
     """The rest of one chat.
 
-    ``document`` is the request as its server got it. ``reasoning``: the tokens of the reasoning so far; None for a server without a
-    reasoning parser. ``running``: each event has its usage. ``limit``: bytes of an incomplete event that may be held.
+    ``document`` is the request as its server got it. ``reasoning``: the tokens of the reasoning among the first ``counted`` tokens; None
+    for a server without a reasoning parser. ``running``: each event has its usage. ``limit``: bytes of an incomplete event that may be
+    held.
     """
 
-    def __init__(self, record: TokenRecord, document: Mapping[str, Any], *, reasoning: int | None, running: bool, limit: int) -> None:
+    def __init__(
+        self, record: TokenRecord, document: Mapping[str, Any], *, reasoning: int | None, counted: int, running: bool, limit: int
+    ) -> None:
         self._record = record
         self._request = {name: value for name, value in document.items() if name not in ("stream", "stream_options")}
         self._document = document
         self._reasoning = reasoning
         self._running = running
+        self._has_tools = bool(document.get("tools")) and document.get("tool_choice") != "none"
         self._splitter = Splitter(limit)
         self._prompt: list[int] = []
         self._made = len(record.ids)
@@ -110,7 +114,7 @@ class ContinuedChat:
         }
         self._pending: list[int] = []
         self._group: list[int] = []
-        self._unsure = 0  # tokens without a text since the last one of the reasoning
+        self._unsure = self._made - counted  # tokens without a text since the last one of the reasoning
         self._thought: _Search | None = None  # the last group with a text of the reasoning
         self._held: _Derendered | None = None  # what was derendered when the reasoning ended, until its end is found
         self._last = _Choice()
@@ -169,13 +173,16 @@ class ContinuedChat:
         return not self.has_ended and (bool(self._pending) or self.finish is not None or self._held is not None)
 
     def derender_body(self, model: str) -> bytes:
-        """Return the request to ``derender`` for the tokens since the last one.
+        """Return the request to ``derender`` for the tokens since the last one, or for the next token if calls are possible.
 
-        The last token is left out if it ended the response: with only a tool parser, vLLM would show its text.
+        Some parsers lose text of several tokens. The last token is left out if it ended the response: with only a tool parser, vLLM would
+        show its text.
         """
         state, ids, last = self._state, list[int](), _Choice()
         if self._held is None:
-            self._group, self._pending, last = self._pending, [], self._last
+            count = 1 if self._has_tools else len(self._pending)
+            self._group, self._pending = self._pending[:count], self._pending[count:]
+            last = last if self._pending else self._last
             ids = self._group[:-1] if last.finish_reason == "stop" and last.stop_reason is None else self._group
         elif self._thought is not None:
             state, ids = self._thought.state, self._thought.tokens

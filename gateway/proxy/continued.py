@@ -252,7 +252,8 @@ class _FromTokens(_Rest):
 
     async def _by_chat(self, attempt: Attempt) -> None:
         running = self._upstream.body.choices > 0
-        rest = ContinuedChat(self._record, self._document, reasoning=self._reasoning, running=running, limit=self._limit)
+        reasoning, counted = self._reasoning, self._stream.completion_tokens
+        rest = ContinuedChat(self._record, self._document, reasoning=reasoning, counted=counted, running=running, limit=self._limit)
         assert self._context.attempt is not None
         server = self._pool.other_server([*attempt.avoided])
         if server is None:

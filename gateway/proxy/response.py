@@ -372,6 +372,12 @@ class EventRelay(ResponseRelay):
         return None if usage is None else usage.reasoning
 
     @property
+    def completion_tokens(self) -> int:
+        """The tokens of the events that were sent with the counts of ``reasoning_tokens``; 0 if the server has not reported them yet."""
+        usage = None if self._running is None else self._running.usage
+        return 0 if usage is None else usage.completion
+
+    @property
     def prompt_tokens(self) -> int:
         """The tokens of the prompt; 0 if the server has not reported them yet."""
         usage = self._prompt if self._running is None else self._running.usage

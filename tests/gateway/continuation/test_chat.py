@@ -24,7 +24,7 @@ def continued(*, reasoning: int | None = None, running: bool = False, **fields: 
     first = {**HEAD, "choices": [{"index": 0, "delta": {"content": "ab"}, "token_ids": [1, 2]}]}
     for document in (role, first):
         record.take(event(document), document)
-    return ContinuedChat(record, {**REQUEST, **fields}, reasoning=reasoning, running=running, limit=1 << 16)
+    return ContinuedChat(record, {**REQUEST, **fields}, reasoning=reasoning, counted=2, running=running, limit=1 << 16)
 
 
 def generated(ids: list[int], finish: str | None = None, stop: str | None = None) -> bytes:
@@ -99,6 +99,20 @@ def test_the_events_are_those_of_the_lost_server() -> None:
     last = event({**HEAD, "choices": [ended], "usage": usage_of(2, 5)})
     assert rest.events(derendered({"content": "d"}, "stop")) == last + event({**HEAD, "choices": [], "usage": usage_of(2, 5)}) + DONE
     assert rest.has_ended
+
+
+@pytest.mark.parametrize(("choice", "groups"), [(None, [[3], [4], []]), ("auto", [[3], [4], []]), ("none", [[3, 4]])])
+def test_tokens_that_may_be_calls_are_derendered_one_by_one(choice: str | None, groups: list[list[int]]) -> None:
+    rest = continued(tools=[{}], tool_choice=choice)
+    rest.generate_body(RENDERED, "m")
+    rest.feed(generated([3, 4, 5], "stop"))
+    shown, seen = b"", list[list[int]]()
+    while rest.has_tokens:
+        [made] = sent(rest)["generate_chunk"]["choices"]
+        seen.append(made["token_ids"])
+        shown += rest.events(derendered({"content": "c"}, made["finish_reason"]))
+    assert seen == groups
+    assert (shown.count(b'"finish_reason":"stop"'), shown.count(DONE)) == (1, 1)
 
 
 def test_a_token_that_is_a_stop_token_of_the_request_has_a_text() -> None:
