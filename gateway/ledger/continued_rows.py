@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gateway.ledger.row import CONTINUED, UsageRow
-from gateway.telemetry.request_record import Continuation
+from gateway.telemetry.request_record import RESENT, Continuation
 
 
 def rows_of_servers(row: UsageRow, continuations: Sequence[Continuation]) -> Iterator[UsageRow]:
     """Yield the additional rows of a request with exact counts. ``row``: its own."""
-    prompt = row.prompt
+    prompt, number = row.prompt, 0
+    for number, each in enumerate((each for each in continuations if each.path == RESENT), 1):
+        yield _row(row, number, each.server, "upstream", each.at, each.prompt_tokens, each.lost_tokens)
     if prompt is None or row.estimated_by is not None:
         return
-    computed, made, number = prompt, 0, 0
+    computed, made = prompt, 0
     for each in continuations:
-        if each.outcome == "failed":
+        if each.outcome == "failed" or each.path == RESENT:
             continue
         number += 1
         sent = each.prompt_tokens - prompt
@@ -39,10 +41,11 @@ def _row(row: UsageRow, number: int, server: str, incomplete: str | None, durati
         CONTINUED,
         model=row.model,
         server=server,
-        stream=True,
+        stream=row.stream,
         status=row.status,
         incomplete=incomplete,
         duration=duration,
         prompt=prompt,
         completion=completion,
+        choices=row.choices,
     )

@@ -39,7 +39,7 @@ from gateway.recording.recorder import HEADER as RECORDED
 from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
-from gateway.telemetry.request_record import USER_LIMIT, Continuation, RequestRecord, explained
+from gateway.telemetry.request_record import RESENT, USER_LIMIT, Continuation, RequestRecord, explained
 from upstream.balancing.attempt import Attempt
 from upstream.balancing.cost_model import Placement
 from upstream.balancing.pool import NoServerError
@@ -146,6 +146,14 @@ class RequestContext(msgspec.Struct, eq=False):
                 prompt.placement.finished()
             self.settle_slot(None)
             self.attempt = None
+
+    def forget_response(self, lost: UpstreamError) -> None:
+        """Forget the response of a lost server: another one gets the request. The tokens that the server has counted for it are noted."""
+        if (usage := self.response_relay.usage) is not None:
+            at = monotonic() - self.request.received_at
+            costs = usage.completion, usage.prompt
+            self.continuations += (Continuation(lost.server, lost.reason, RESENT, "continued", None, *costs, at=at),)
+        self.response_relay = _NO_RESPONSE
 
     def choose_from_split(self, named: CatalogEntry, split: Split[CatalogEntry], key: Key, document: Mapping[str, Any]) -> CatalogEntry:
         """Choose the model that serves a request for a split, and use it. ``document``: empty for a form.

@@ -33,13 +33,13 @@ from gateway.proxy.continued import continue_stream, may_continue
 from gateway.proxy.form import Form
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
-from gateway.proxy.response import EventRelay, choose_relay, is_stream, read_error
+from gateway.proxy.response import BodyRelay, EventRelay, choose_relay, is_stream, read_error
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key, Resume
 from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, Compose, UpstreamResponse
 from upstream.balancing.pool import NoServerError
-from upstream.http.errors import ConnectFailed, Preempted, UpstreamError
+from upstream.http.errors import Aborted, ConnectFailed, Preempted, UpstreamError
 
 
 async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
@@ -192,20 +192,32 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             context.handover = monotonic() - response.last_byte_at
             if context.keepalive is not None and not is_stream(response):
                 context.keepalive.end()
-            if not 200 <= response.status < 300:
-                raise await _server_error(response, upstream, context)
-            context.response_relay = response_relay = choose_relay(response, upstream)
-            if isinstance(response_relay, EventRelay):
-                if isinstance(upstream.body, FormBody):
-                    context.stream = True  # a form says so somewhere behind its model
-                if worker.ledger is not None:
-                    worker.ledger.watch(upstream.request.id, response_relay)
             try:
-                return await response_relay.run()
-            except UpstreamError as error:
+                return await _forward_response(response, upstream, context)
+            except (Refusal, UpstreamError) as error:
                 # A server that was lost before the client got anything: another one gets the request, once.
-                if context.request.response_started or not attempt.may_resend(error, streamed=upstream.body.upload is not None):
+                lost = response.fault if isinstance(error, Refusal) else error
+                if lost is None or context.request.response_started:
                     raise
+                if attempt.may_resend(lost, streamed=upstream.body.upload is not None):
+                    context.forget_response(lost)
+                elif isinstance(lost, Aborted) and isinstance(context.response_relay, BodyRelay):
+                    return await context.response_relay.run()  # no other server: the client gets what there is
+                else:
+                    raise
+
+
+async def _forward_response(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> None:
+    """Relay the response to the client. Raises UpstreamError, and Refusal for an error of the server."""
+    if not 200 <= response.status < 300:
+        raise await _server_error(response, upstream, context)
+    context.response_relay = response_relay = choose_relay(response, upstream)
+    if isinstance(response_relay, EventRelay):
+        if isinstance(upstream.body, FormBody):
+            context.stream = True  # a form says so somewhere behind its model
+        if (ledger := context.worker.ledger) is not None:
+            ledger.watch(upstream.request.id, response_relay)
+    await response_relay.run()
 
 
 async def _continue(error: BaseException, upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:

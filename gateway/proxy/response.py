@@ -162,16 +162,16 @@ class BodyRelay(ResponseRelay):
         self._name = upstream.model.name if self._is_json else None  # the name to write in place of the model's
 
     async def run(self) -> None:
-        """Relay to the end. Raises UpstreamError if the response is truncated."""
+        """Relay to the end. Raises UpstreamError if the response is truncated.
+
+        Raises Aborted, once, for a response that was aborted, if another server may get the request. A second call relays the response.
+        """
         request, response = self._request, self._response
         self.first_byte = response.last_byte_at
         if response.complete:
             body = response.pending[0] if len(response.pending) == 1 else b"".join(response.pending)
             if self._is_json:
-                fields = of_body(body, request.target.route.dialect)
-                self.usage = fields.usage
-                if fields.stopped:
-                    self._note_aborted()
+                self._note_whole(of_body(body, request.target.route.dialect))
             if self._name is not None:
                 body = renamed(body, self._name)
             if self.usage is None:
@@ -239,6 +239,14 @@ class BodyRelay(ResponseRelay):
         if fields.stopped:
             self._note_aborted()
 
+    def _note_whole(self, fields: Fields) -> None:
+        """Note the fields of a response of which the client has nothing. Raises Aborted as ``run`` does."""
+        was_aborted = self.aborted
+        self._note(fields)
+        if self.aborted and not was_aborted and self._response.resends:
+            assert self._response.fault is not None
+            raise self._response.fault
+
     # Its settlement
 
     @property
@@ -286,14 +294,16 @@ class TranslatedRelay(BodyRelay):
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest, translation: Translation) -> None:
         super().__init__(response, upstream)
         self._translation = translation
+        self._document: dict[str, Any] = {}
 
     async def run(self) -> None:
-        """Send the translated response. Raises UpstreamError if the response is truncated or not JSON."""
+        """Send the translated response. Raises UpstreamError if it is truncated or not JSON, and Aborted as ``BodyRelay`` does."""
         request, response = self._request, self._response
         self.first_byte = response.last_byte_at
-        if not (document := _json(await response.read_body(TRANSLATED_LIMIT))):
+        document = self._document = self._document or _json(await response.read_body(TRANSLATED_LIMIT))
+        if not document:
             raise BadResponse(response.server.name, "its response is not the expected JSON")
-        self._note(of_document(document, request.target.route.dialect))
+        self._note_whole(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
         translated = orjson.dumps(_translated(self._translation.response, document, response))

@@ -36,13 +36,18 @@ class ReadGapCounts(Protocol):
         """In seconds."""
 
 
-class Continuation(msgspec.Struct, frozen=True, gc=False):
-    """A stream that lost its server, and was to be continued on another one.
+RESENT = "resent"
+"""The path of a request whose first response was aborted before the client got any of it."""
 
-    ``server`` is the lost one, and ``cause`` the reason of its failure. ``path`` is ``token_ids`` or ``regeneration``. ``outcome`` is
-    ``continued``, ``failed`` (no server could continue it) or ``different`` (a regenerated response was not equal to what had been sent).
-    ``gap``: seconds from the loss to the next event; None unless it was continued. ``lost_tokens`` were made again, and ``prompt_tokens``
-    are those of the second prefill. ``sampled``: the rest of the response is another draw. ``at``: seconds from the request to the loss.
+
+class Continuation(msgspec.Struct, frozen=True, gc=False):
+    """A response that lost its server, and was to be continued on another one.
+
+    ``server`` is the lost one, and ``cause`` the reason of its failure. ``path`` is ``token_ids``, ``regeneration`` or ``resent``.
+    ``outcome`` is ``continued``, ``failed`` (no server could continue it) or ``different`` (a regenerated response was not equal to what
+    was sent). ``gap``: seconds from the loss to the next event of a stream; None unless it was continued. ``lost_tokens`` were made again,
+    and ``prompt_tokens`` are those of the second prefill. ``sampled``: the rest of the response is another draw. ``at``: seconds from the
+    request to the loss.
     """
 
     server: str

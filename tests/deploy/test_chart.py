@@ -22,12 +22,14 @@ import yaml
 from gateway.auth.keys import hash_of
 from gateway.config import load
 from gateway.config.diff import NEEDS_RESTART
+from gateway.snapshot.snapshot import Model
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.deploy.chart import CHART, EXAMPLES, Rendered, content, helm, judged, template
 from tests.deploy.local import engine, here, mounted
 from tests.documents.blocks import blocks
 from tests.support.process import gateway, wait_for, write
 from tests.support.running import KEY
+from upstream.balancing.moves import SPREAD
 from upstream.http.address import Address
 from upstream.vllm.command_line import Adapter, LaunchSettings, command_line
 
@@ -204,6 +206,21 @@ def test_engines_start_as_the_gateway_would_start_them() -> None:
     assert options([*container["command"], *container["args"]]) == options([*expected.argv])
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert expected.env.items() - {("VLLM_API_KEY", "key")} <= variables.items() and "VLLM_API_KEY" in variables
+
+
+def test_engines_of_several_servers_have_the_routes_that_continue_chats() -> None:
+    engines: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "two": ({"replicas": 2}, ["--enable-scale-out"]),
+        "scaled": ({"replicas": 1, "autoscaling": {"enabled": True}}, ["--enable-scale-out"]),
+        "one": ({"replicas": 1}, []),
+        "off": ({"replicas": 2, "model": {"id": "off", "resume": False}}, []),
+        "refused": ({"replicas": 2, "args": {"enable_scale_out": False}}, ["--no-enable-scale-out"]),
+        "pooling": ({"replicas": 2, "args": {"runner": "pooling"}}, []),
+        "embeddings": ({"replicas": 2, "args": {"convert": "embed"}}, []),
+    }
+    rendered = Rendered.of(values={"engines": {name: {**ENGINE, "model": {"id": name}, **each} for name, (each, _) in engines.items()}})
+    found = {name: [arg for arg in rendered.container(f"engine-{name}")["args"] if "scale-out" in arg] for name in engines}
+    assert found == {name: flags for name, (_, flags) in engines.items()}
 
 
 def test_no_key_of_the_engines_is_on_a_command_line_or_in_a_variable(cases: dict[str, Rendered]) -> None:
@@ -551,6 +568,11 @@ def test_engines_may_be_stopped_before_others_start() -> None:
     rendered = Rendered.of(values={"engines": {"a": ENGINE | {"strategy": {"type": "Recreate"}}, "b": ENGINE}})
     assert rendered.workload("engine-a")["spec"]["strategy"] == {"type": "Recreate"}
     assert rendered.workload("engine-b")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_an_engine_is_stopped_when_its_streams_have_moved() -> None:
+    lifecycle = Rendered.of(values={"engines": {"a": ENGINE}}).container("engine-a")["lifecycle"]
+    assert lifecycle["preStop"]["sleep"]["seconds"] >= Model(id="a", servers=()).move_after + SPREAD
 
 
 def test_without_a_sleep_nothing_comes_before_the_signal() -> None:

@@ -6,15 +6,20 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
+import orjson
 import pytest
 
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import CONTINUED, decode, frames
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Resume
 from gateway.telemetry.request_record import RequestRecord
 from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
-from tests.support.running import model, until
+from tests.support.running import key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import DONE, Reply, chat, request, request_once
 from tests.upstream.simulator.test_process import running
@@ -74,6 +79,93 @@ async def test_a_server_accepts_requests_and_closes(death: str) -> None:
             records += served.context.records
         assert len(dying.requests()) == len(other.requests()) == len(WIRES)
     check(replies, records)
+
+
+@pytest.mark.row(3)
+async def test_a_server_that_is_stopped_aborts_its_responses() -> None:
+    """A response with the finish reason ``abort`` reaches no client: another server gets the request. Its tokens are recorded."""
+    path, body = "/v1/chat/completions", chat(max_tokens=40)
+    older = {"functions": [{"name": "look", "parameters": {}}], "function_call": "none"}  # its response is translated as a whole
+    requests = [(path, body), (path, {**body, "temperature": 0}), (path, {**body, "n": 2}), (path, {**body, **older})]
+    requests.append(("/v1/completions", PROMPT))
+    with running("--sim-tokens=30", "--sim-tokens-per-second=1", *SERVED) as stopped, running("--sim-tokens=30", *SERVED) as other:
+        with closing(Journal.create("test", 1 << 20, 8)) as journal:
+            assert not stopped.requests() + other.requests()  # these connections stay open, so they are not left over
+            async with unharmed([model(stopped.port, other.port)], [key()], ledger=Recorder(journal)) as served:
+                served.worker.apply_health(Health({"tiny#0": Condition.UP, "tiny#1": Condition.DOWN}, {}))
+                tasks = [asyncio.create_task(request_once(served.port, request(body, path))) for path, body in requests]
+                await until(lambda: stopped.metric("vllm:generation_tokens_total") >= 2 * len(requests))
+                served.worker.apply_health(Health({"tiny#0": Condition.UP, "tiny#1": Condition.UP}, {}))
+                stopped.process.terminate()
+                replies = await asyncio.gather(*tasks)
+            assert {(reply.status, reply.whole, b'"abort"' in reply.body) for reply in replies} == {(200, True, False)}
+            records = served.context.records
+            assert [[reason for *_, reason in record.failures] for record in records] == [["aborted"]] * len(requests)
+            assert {(record.retries, record.incomplete) for record in records} == {(1, None)}
+            rows = [decode(payload) for payload in frames(journal.read().data)]
+        own, lost = ([row for row in rows if (row.key == CONTINUED) is of_lost] for of_lost in (False, True))
+        computed = sorted((entry["prompt_tokens"], entry["completion_tokens"]) for entry in other.requests())
+        assert sorted((row.prompt, row.completion) for row in own) == computed and {row.server for row in own} == {"tiny#1"}
+        assert {(row.server, row.incomplete, row.price) for row in lost} == {("tiny#0", "upstream", None)}
+        assert sorted((row.prompt or 0, row.choices or 1) for row in lost) == sorted((row.prompt or 0, row.choices or 1) for row in own)
+        assert all(0 < (row.completion or 0) < 30 * (row.choices or 1) for row in lost)
+
+
+@pytest.mark.row(3)
+async def test_the_errors_of_a_dead_engine_reach_no_client() -> None:
+    with running("--sim-error-first", *SERVED) as dead, running(*SERVED) as other:
+        for name in ("chat", "chat, streamed", "completion", "completion, streamed", "message"):
+            path, body = REQUESTS[name]
+            async with unharmed([model(other.port, dead.port, balance="round_robin")]) as served:  # it starts with the second server
+                reply = await request_once(served.port, request(body, path))
+                assert (reply.status, reply.whole, b"error" in reply.body.lower()) == (200, True, False), reply.body
+                [record] = served.context.records
+                assert [reason for *_, reason in record.failures] == ["engine_dead"] and record.retries == 1
+        assert len(dead.requests()) == len(other.requests()) == 5
+
+
+async def test_a_server_that_finishes_its_requests_before_it_stops_gets_no_new_ones() -> None:
+    with running("--shutdown-timeout=120", *SERVED) as stopping, running(*SERVED) as other:
+        held = asyncio.create_task(request_once(stopping.port, request(chat(stream=True, simulate={"hang_after": 2}))))
+        try:
+            await until(lambda: len(stopping.requests()) == 1)
+            stopping.process.terminate()
+            await until(lambda: stopping.chat().status_code == 500)
+            async with unharmed([model(other.port, stopping.port, balance="round_robin")]) as served:
+                for _ in range(4):
+                    assert (await request_once(served.port, request())).status == 200
+                assert [reason for *_, reason in served.context.records[0].failures] == ["engine_dead"]
+        finally:
+            stopping.process.kill()
+            await asyncio.gather(held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("fault", ["--sim-abort-after=3", "--sim-error-first", "--sim-status=500"])
+async def test_without_another_server_or_resume_the_client_gets_what_the_server_sent(fault: str) -> None:
+    with running(fault, *SERVED) as failing, running(*SERVED) as other:
+        for models in (
+            model(failing.port),
+            model(failing.port, failing.port),
+            model(other.port, failing.port, balance="round_robin", resume=Resume.OFF),
+        ):
+            async with unharmed([models]) as served:
+                reply = await request_once(served.port, request(chat(max_tokens=9)))
+                if "abort" in fault:
+                    document = orjson.loads(reply.body)
+                    assert (reply.status, document["choices"][0]["finish_reason"]) == (200, "abort")
+                    [record] = served.context.records
+                    assert record.usage is not None and document["usage"]["completion_tokens"] == 3 == record.usage.completion
+                    assert record.incomplete == "upstream"
+                else:
+                    assert (reply.status, reply.error["code"]) == (500, "server_error")
+        assert not other.requests()
+
+
+async def test_another_error_of_a_server_is_not_sent_again() -> None:
+    with running("--sim-status=500", *SERVED) as failing, running(*SERVED) as other:
+        async with unharmed([model(other.port, failing.port, balance="round_robin")]) as served:
+            assert (await request_once(served.port, request())).status == 500
+        assert not other.requests()
 
 
 async def test_without_resume_a_lost_request_is_an_error() -> None:

@@ -1,6 +1,6 @@
 """Send one request to a server, classify the result, and retry it if that is safe.
 
-The rule: a request is sent again at most once, and only before the first byte of its response's body. Either no part of it can have run
+The rule: a request is sent again at most once, and only before the client has a byte of its response. Either no part of it can have run
 (``UpstreamError.untouched``), or its server was lost and it may run twice (``resends``). The retry uses a different server if the pool has
 one; a request that may have run must not return to its server. Retries after a lost connection need the retry budget. The slot and the
 connection are released when the ``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
@@ -26,8 +26,10 @@ from upstream.http.chunked import ChunkedDecoder
 from upstream.http.connection import Connection
 from upstream.http.deadlines import Deadlines, Timeouts
 from upstream.http.errors import (
+    Aborted,
     ConnectFailed,
     Disconnected,
+    EngineDead,
     FirstByteTimeout,
     IdleTimeout,
     LocalLimit,
@@ -496,7 +498,7 @@ class Attempt:
         if isinstance(error, Moved | Unresponsive):  # only of a response that ``resends``, while another server has a slot
             return True
         others = [server for server in self._pool.servers if server not in self.tried and server.condition is Condition.UP]
-        if isinstance(error, Disconnected) and self._resends and not streamed:
+        if isinstance(error, Disconnected | EngineDead | Aborted) and self._resends and not streamed:
             others = [server for server in others if server.available_for(self.facts.tier)]  # otherwise the same server may be chosen
         elif not isinstance(error, ConnectFailed):
             return False

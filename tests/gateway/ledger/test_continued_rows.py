@@ -9,7 +9,7 @@ import pytest
 
 from gateway.ledger.continued_rows import rows_of_servers
 from gateway.ledger.row import CONTINUED
-from gateway.telemetry.request_record import Continuation
+from gateway.telemetry.request_record import RESENT, Continuation
 from tests.gateway.ledger.rows import row
 
 PROMPT = 100
@@ -40,8 +40,9 @@ def counted(completion: int, server: str, *continuations: Continuation) -> dict[
         ([lost("a", 0, "regeneration", lost_tokens=30)], {"a": (100, 30), "b": (100, 80)}),
         ([lost("a", 30), lost("b", 70), lost("a", 75)], {"a": (270, 35), "b": (305, 45)}),
         ([lost("a", 30, outcome="failed")], {"b": (100, 80)}),
+        ([lost("c", 0, RESENT, lost_tokens=7), lost("a", 30)], {"c": (100, 7), "a": (100, 30), "b": (130, 50)}),
     ],
-    ids=["token IDs", "tokens without a text", "two losses", "from the start", "back and forth", "not continued"],
+    ids=["token IDs", "tokens without a text", "two losses", "from the start", "back and forth", "not continued", "sent again"],
 )
 def test_each_server_has_what_it_has_computed(continuations: Sequence[Continuation], expected: dict[str, tuple[int, int]]) -> None:
     assert counted(80, "b", *continuations) == expected
@@ -50,6 +51,12 @@ def test_each_server_has_what_it_has_computed(continuations: Sequence[Continuati
 def test_an_estimate_is_not_divided() -> None:
     assert list(rows_of_servers(row(prompt=PROMPT, completion=80, estimated_by="events"), [lost("a", 30)])) == []
     assert list(rows_of_servers(row(prompt=None, completion=None), [lost("a", 30)])) == []
+
+
+def test_an_aborted_response_is_counted_if_the_second_one_failed_or_has_no_count() -> None:
+    for own in (row(prompt=0, completion=0, status=502), row(prompt=None, completion=None), row(prompt=PROMPT, completion=9, choices=2)):
+        [found] = rows_of_servers(own, [lost("a", 0, RESENT, lost_tokens=7)])
+        assert (found.server, found.prompt, found.completion, found.choices) == ("a", PROMPT, 7, own.choices)
 
 
 def test_a_row_ends_with_its_server() -> None:

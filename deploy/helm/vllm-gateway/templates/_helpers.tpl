@@ -267,6 +267,11 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- end }}
 {{- $_ := set $flags $flag $value }}
 {{- end }}
+{{- $most := .autoscaling.enabled | ternary .autoscaling.maxReplicas .replicas | int64 }}
+{{- $generates := and (ne (toString $flags.runner) "pooling") (not (has (toString $flags.convert) (list "embed" "classify"))) }}
+{{- if and (gt $most 1) $generates (ne (toString .model.resume) "false") (not (hasKey $flags "enable-scale-out")) }}
+{{- $_ := set $flags "enable-scale-out" true }}
+{{- end }}
 {{- $words := list .weights }}
 {{- range $flag, $value := $flags }}
 {{- if kindIs "bool" $value }}
