@@ -6,8 +6,8 @@ The rules:
   until then count as if their requests waited already: a later request takes no booked place.
 - A request that is refused gets a time to return, and a booking of it: a little after the time at which it would be dispatched if it
   waited. Around that time, no more is booked than can be served within half of the wait that the deadline allows.
-- A request that returns in its time takes its booking and waits, whatever is predicted. It comes before the later requests of its flow, and
-  before those of other flows by as much as its own service.
+- A request that returns in its time, to any worker, takes its booking and waits, whatever is predicted. It comes before the later requests
+  of its flow, and before those of other flows of its class.
 
 Pure: the clock is given. Times are in seconds.
 """
@@ -22,6 +22,7 @@ from typing import Any
 from gateway.admission.bookings import Booking, Bookings, service_of
 from gateway.admission.fair_queue import FairQueue, Flow
 from gateway.admission.prediction import FirstTokenTime, ServiceRate, service_before
+from gateway.admission.shared_bookings import SharedBookings
 
 LONGEST_RETRY = 60
 """Seconds. Clients obey a Retry-After of at most a minute; a client that would have to wait longer gets no booking."""
@@ -41,11 +42,11 @@ def ttft_of(header: bytes) -> float | None:
 class DeadlinePlan:
     """The knowledge of a queue about the time to come: the rate of service, the time to a first token, and the bookings."""
 
-    def __init__(self, queue: FairQueue[Any], now: float) -> None:
+    def __init__(self, queue: FairQueue[Any], now: float, shared: SharedBookings) -> None:
         self._queue = queue
         self.rate = ServiceRate(now)
         self.first_token = FirstTokenTime()
-        self.bookings = Bookings()
+        self.bookings = Bookings(shared)
 
     def wait(self, leaf: Flow[Any], own: float, until: float, now: float) -> float | None:
         """Predict the wait of a new request of a leaf, with the bookings until a time; None if it is unknown.
@@ -70,7 +71,7 @@ class DeadlinePlan:
             seconds += 1
         if seconds > LONGEST_RETRY:
             return LONGEST_RETRY, False
-        booking = request._replace(at=now + seconds)
+        booking = request._replace(at=self.bookings.free_time(now + seconds))
         return seconds, self.bookings.add(booking, most) is not booking
 
     def _is_crowded(self, leaf: Flow[Any], at: float, slack: float, now: float) -> bool:

@@ -17,8 +17,9 @@ The rules:
 - A pause of at most ``PAUSE`` seconds costs a flow nothing: its tag is not raised for the service that it missed.
 - A request that did not run is charged nothing.
 - A flow at the top whose tier may not be served now is passed over, and catches up later.
-- Deadlines order the requests of one leaf only. Between flows they count for nothing, so the bound below holds with them. The queue lowers
-  the tags of a flow by the estimate of a request with a booking while it waits; that is a correction, and part of D.
+- Deadlines order the requests of one leaf only. Between flows they count for nothing, so the bound below holds with them. While a request
+  with a booking waits, the queue lowers the tags of its flows until they are next (``lag``). That is a correction, and part of D: what is
+  booked for one time is at most half of the service in the wait that deadlines allow.
 
 The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
 largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
@@ -395,6 +396,16 @@ class FairQueue(Generic[T]):
             parent.now = max(parent.now, started if waiting is None else min(started, waiting.settled))
             parent.earlier(now)
             node = parent
+
+    def lag(self, leaf: Flow[T]) -> float:
+        """Return the service by which a leaf and the flows above it are behind the next waiting ones of their rank."""
+        lag, node = 0.0, leaf
+        while (parent := node.parent) is not None:
+            waiting = parent.next_child()
+            if waiting is not None and waiting.rank == node.rank:
+                lag = max(lag, (node.tag - waiting.tag) * node.weight)
+            node = parent
+        return lag
 
     def forget(self, now: float) -> list[Flow[T]]:
         """Remove the flows that have been idle for ``MEMORY`` seconds. Returns them."""

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -33,6 +34,7 @@ from gateway.admission.fair_queue import FairQueue, Flow
 from gateway.admission.preemption import RunningRequest, RunningRequests, preempted_for, preemptible
 from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
+from gateway.admission.shared_bookings import SharedBookings
 from gateway.admission.shares import QueueShares, RequestFlows
 from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.api.usage import Usage
@@ -54,6 +56,7 @@ DEFERRAL = 0.25
 NO_QUEUE = Queue(size=0, wait=0.0)
 _IN_FLIGHT = "queue_service_in_flight"
 _FLOW_METRICS = ("queue_waiting_requests", "queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
+_BOOKINGS = "queue_bookings"
 _TOKENS = "tokens_total"
 _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
@@ -519,7 +522,7 @@ class ModelQueue:
             slot.expected = self._expected(slot)
         if plan is None or slot.deadline == math.inf:
             return
-        if slot.leaf.booked and (booking := plan.bookings.take(slot.leaf, request.fingerprint(), now)) is not None:
+        if plan.bookings.exist and (booking := plan.bookings.take(slot.leaf, request.fingerprint(), now)) is not None:
             slot.has_booking, slot.deadline = True, booking.deadline  # of its first attempt: it comes before later requests of its flow
             return
         if self._pool.has_capacity() or self._preempted_for(class_name) is not None:
@@ -536,13 +539,16 @@ class ModelQueue:
         for slot in self._waiting:
             slot.expected = self._expected(slot)
             slot.leaf.expect(slot.expected)
-        return DeadlinePlan(self._waiting, now)
+        shared = SharedBookings(self._metrics.cells(_BOOKINGS, self._model), partial(self._metrics.peer_cells, _BOOKINGS, self._model))
+        return DeadlinePlan(self._waiting, now, shared)
 
     def _expect(self, slot: QueueSlot, sign: float, now: float) -> None:
-        """Count the probable service of a request while it waits. With a booking, it is before the requests of others by as much."""
+        """Count the probable service of a request while it waits. With a booking, it is before the requests of others."""
         slot.leaf.expect(sign * slot.expected)
         if slot.has_booking:
-            self._waiting.charge(slot.leaf, -sign * slot.expected, now)
+            if sign > 0.0:
+                slot.credit = slot.expected + self._waiting.lag(slot.leaf)
+            self._waiting.charge(slot.leaf, -sign * slot.credit, now)
 
     def _expected(self, slot: QueueSlot) -> float:
         """Return the service that a request will probably get."""
@@ -610,8 +616,8 @@ class ModelQueue:
     def tick(self, now: float) -> None:
         """Correct charges, let classes age, and forget flows without requests and clients that have not returned in time."""
         if self._plan is not None:
+            self._plan.bookings.remove_honored()
             self._plan.bookings.expire(now)
-            self._metrics.cells("queue_bookings", self._model)[0] = len(self._plan.bookings)
         self._correct(now)
         self._read_counters(now)
         if self.shares.preempting:
@@ -650,8 +656,8 @@ class QueueSlot:
     """
 
     __slots__ = (
-        "_queue", "_refusal", "_signal", "charged", "deadline", "deferred_until", "dispatched_at", "estimate", "expected", "has_booking",
-        "key_flow", "latest", "leaf", "output", "queued_at", "reason", "request", "slack", "waits",
+        "_queue", "_refusal", "_signal", "charged", "credit", "deadline", "deferred_until", "dispatched_at", "estimate", "expected",
+        "has_booking", "key_flow", "latest", "leaf", "output", "queued_at", "reason", "request", "slack", "waits",
     )  # fmt: skip
 
     leaf: Flow[QueueSlot]
@@ -660,6 +666,7 @@ class QueueSlot:
     def __init__(self, queue: ModelQueue, request: QueuedRequest) -> None:
         self.request = request
         self.waits = self.has_booking = False
+        self.credit = 0.0
         self.reason = queue.reason
         self.charged = 0.0
         self.estimate = NO_TOKENS

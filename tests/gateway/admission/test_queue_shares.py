@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,8 @@ import pytest
 
 from gateway.admission.service import ServiceWeights, Tokens
 from gateway.auth.keys import hash_of
-from gateway.snapshot.snapshot import Key, Queue
+from gateway.snapshot.snapshot import Key, Queue, Slo
+from tests.gateway.admission.simulated_queue import Client, simulated_workers
 from tests.support.controlled import controlled
 from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -139,6 +141,35 @@ async def test_service_is_shared_by_weight(case: str) -> None:
         await play(served.port, loads)
     first, second = (load.service / load.weight for load in loads)
     assert first / second == pytest.approx(1, abs=0.02), f"{[load.ended for load in loads]} requests"
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("outputs", "weights"), [((200, 20), (1.0, 1.0)), ((40, 40), (1.0, 3.0))])
+def test_shares_over_workers_are_as_exact_as_in_one(
+    monkeypatch: pytest.MonkeyPatch, workers: int, outputs: tuple[int, int], weights: tuple[float, float]
+) -> None:
+    """In simulated time. Hundreds of requests end while a worker would not read the counters of the others."""
+    draw, ended = Random(workers), [0, 0]
+    with simulated_workers(monkeypatch, workers, 2 * SLOTS, Slo(), step=WEIGHTS.completion * SPEED, prefill=0.001) as simulated:
+
+        def send_next(flow: int) -> None:
+            one = Client(flows[flow], outputs[flow], size=40, ended=lambda _: count(flow))
+            clock.at(clock.now + draw.random() / 1000, lambda: draw.choice(simulated).send(one))
+
+        def count(flow: int) -> None:
+            if min(ended) < REQUESTS:
+                ended[flow] += 1
+                send_next(flow)
+
+        clock = simulated[0].clock
+        flows = [Key(str(number), weight=weight) for number, weight in enumerate(weights)]
+        for number in range(80):
+            send_next(number % 2)
+        clock.run(math.inf, lambda: min(ended) >= REQUESTS)
+    service = [
+        requests * WEIGHTS.service(Tokens(10, output)) / weight for requests, output, weight in zip(ended, outputs, weights, strict=True)
+    ]
+    assert service[0] / service[1] == pytest.approx(1, abs=0.02), f"{ended} requests"
 
 
 @pytest.mark.parametrize("workers", [2, 4])

@@ -17,6 +17,7 @@ from gateway.admission.service import Tokens
 from gateway.admission.shares import QueueShares
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass
+from gateway.telemetry.metrics import FAMILIES
 from gateway.telemetry.shared_counters import SharedCells
 from tests.support.examples import examples
 from tests.support.pools import pool_of
@@ -48,7 +49,7 @@ class Metrics:
         self.cells_by_name: dict[tuple[str, ...], SharedCells] = {}
 
     def cells(self, *name: str) -> SharedCells:
-        return self.cells_by_name.setdefault(name, memoryview(bytearray(8)).cast("d"))
+        return self.cells_by_name.setdefault(name, memoryview(bytearray(8 * FAMILIES[name[0]].cells)).cast("d"))
 
     def peer_cells(self, *name: str) -> list[SharedCells]:
         return []
