@@ -272,6 +272,15 @@ class FairQueue(Generic[T]):
             node = self._child(node, share)
         return node
 
+    def path_to(self, names: Sequence[str]) -> list[Flow[T]] | None:
+        """Return the flows with these names from the top downward; None if one of them does not exist."""
+        found, node = [], self._root
+        for name in names:
+            if (child := node.children.get(name)) is None:
+                return None
+            found.append(node := child)
+        return found
+
     def _child(self, node: Flow[T], share: Share) -> Flow[T]:
         child = node.children.get(share.name)
         if child is None:

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 
 from gateway.admission.bookings import RETURN_GRACE, Booking
 from gateway.admission.deadlines import DeadlinePlan
-from gateway.admission.fair_queue import FairQueue, Flow
+from gateway.admission.fair_queue import FairQueue, Flow, Share
 from gateway.admission.preemption import RunningRequest, RunningRequests, preempted_for, preemptible
 from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
@@ -61,6 +61,7 @@ _TOKENS = "tokens_total"
 _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
 _READ_AT_ONCE = 200  # keys whose counters are read in one tick
+_FIND_AT_ONCE = 2000  # keys in other workers of which a tick checks whether they are served
 _READ_TO_DISPATCH = 4  # keys whose counters are read at most before a request is dispatched
 
 
@@ -104,6 +105,9 @@ class QueueMetrics(Protocol):
 
     def peer_cells(self, family: str, /, *labels: str) -> Sequence[SharedCells | None]:
         """Return the cells of a series in each other worker; None if it does not exist there."""
+
+    def peer_series(self, family: str, label: str, /) -> Sequence[tuple[tuple[str, ...], SharedCells]]:
+        """Return the other labels and the cells of the series of a family with this first label, in all other workers."""
 
 
 class ModelQueues:
@@ -242,7 +246,7 @@ class ModelQueue:
         self._uses: dict[str, KeyUse] = {}
         self._usual = UsualUse()
         self._aged: frozenset[str] = frozenset()
-        self._read_next = 0
+        self._read_next = self._find_next = 0
         self._forget_at = 0.0
         self._rate = DispatchRate()
         self._dispatching = False
@@ -491,10 +495,25 @@ class ModelQueue:
             return
         first = self._read_next if self._read_next < len(self._keys) else 0
         self._read_next = first + _READ_AT_ONCE
+        if self._metrics.has_peers:
+            self._find_keys(now)
         for key in tuple(islice(self._keys.values(), first, self._read_next)):
             if self._metrics.has_peers:
                 key.use.peers.add(self._peer_cells(key.owner))
             self._charge_unseen(key, now)
+
+    def _find_keys(self, now: float) -> None:
+        """Add the keys that are served only by other workers, in the teams and classes that are known here: these are charged for them."""
+        series = self._metrics.peer_series(_IN_FLIGHT, self._model)
+        first = self._find_next if self._find_next < len(series) else 0
+        self._find_next = first + _FIND_AT_ONCE
+        for (class_name, team, key), cells in islice(series, first, self._find_next):
+            above = self.shares.names_above(class_name, team) if cells[0] else ()
+            if above and (path := self._waiting.path_to(above)) is not None and f"key {key}" not in path[-1].children:
+                shares = (*(Share(each.name, each.weight, each.rank, each.tier) for each in path), self.shares.key_share(key))
+                found = self._key_flow(RequestFlows(class_name, team, key, shares, len(above)))
+                found.flow.active_at = now
+                self._charge_unseen(found, now)
 
     def _age(self, now: float) -> None:
         """Let classes whose requests have waited too long compete with the strict ones."""

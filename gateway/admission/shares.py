@@ -66,6 +66,14 @@ class QueueShares:
             path.append(Share(user, key.weight if key.entry is not None else 1.0))
         return RequestFlows(name, key.team or "", owner, tuple(path), key_at)
 
+    def names_above(self, class_name: str, team: str) -> list[str]:
+        """Return the names of the flows above a key: those of its class and its team, as far as it has them."""
+        return [f"class {class_name}"] * self.has_classes + [f"team {team}"] * bool(team)
+
+    def key_share(self, key: str) -> Share:
+        """Return the share of a key of which no request is known."""
+        return Share(f"key {key}", self._keys.get(key, 1.0))
+
     def class_share(self, name: str, aged: Set[str]) -> Share:
         """Return the share of a class."""
         return Share(f"class {name}", self.classes[name].weight, 0 if name in aged else self.ranks[name], self.tiers[name])

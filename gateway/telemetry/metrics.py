@@ -251,6 +251,7 @@ class WorkerMetrics:
         self._peers = tuple(peers)
         self._cells: dict[tuple[str, ...], SharedCells] = {}
         self._peer_cells: dict[tuple[str, ...], list[SharedCells | None]] = {}  # of series that all peers have
+        self._peer_series: dict[tuple[str, str], tuple[list[int], list[tuple[tuple[str, ...], SharedCells]]]] = {}
         self._outcomes: dict[tuple[str, str, int, str | None], tuple[SharedCells, SharedCells]] = {}
         self._uses: dict[tuple[str, str, int], tuple[SharedCells, ...]] = {}
         self._in_flight: dict[str, InflightGauge] = {}
@@ -278,6 +279,17 @@ class WorkerMetrics:
             found = [each.find(name) for each in self._peers]
             if all(cells is not None for cells in found):
                 self._peer_cells[key] = found
+        return found
+
+    def peer_series(self, family: str, label: str) -> Sequence[tuple[tuple[str, ...], SharedCells]]:
+        """Return the other labels and the cells of the series of a family with this first label, in all other workers."""
+        seen, found = self._peer_series.setdefault((family, label), ([0] * len(self._peers), []))
+        prefix = Series(family, (label,)).encode()[:-1] + ","
+        for number, each in enumerate(self._peers):
+            for name in each.new_names(seen[number]):
+                seen[number] += 1
+                if name.startswith(prefix) and (cells := each.find(name)) is not None:
+                    found.append((Series.decode(name).labels[1:], cells))
         return found
 
     def _allocate(self, name: str, count: int) -> SharedCells:

@@ -54,6 +54,9 @@ class Metrics:
     def peer_cells(self, *name: str) -> list[SharedCells]:
         return []
 
+    def peer_series(self, *name: str) -> list[tuple[tuple[str, ...], SharedCells]]:
+        return []
+
 
 class Visitor:
     """A request's use of a server: it chooses one, may wait for it, occupies a slot, and releases the slot."""
