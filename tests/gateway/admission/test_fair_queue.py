@@ -77,6 +77,13 @@ def test_an_empty_queue_has_no_next_request() -> None:
         FairQueue[Item]().pop(0.0)
 
 
+def test_a_path_is_found_only_if_all_its_flows_exist() -> None:
+    queue = FairQueue[Item]()
+    leaf = queue.leaf([Share("team", 3.0), Share("key", 2.0)])
+    assert queue.path_to(["team", "key"]) == [leaf.parent, leaf] and queue.path_to(["team", "other"]) is None
+    assert leaf.parent is not None and list(leaf.parent.children) == ["key"]
+
+
 def test_a_key_that_arrives_late_gets_no_credit_for_the_past() -> None:
     queue = queue_of("a" * 10)
     assert [pop(queue)[0] for _ in range(4)] == list("aaaa")

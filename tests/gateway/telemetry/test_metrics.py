@@ -249,6 +249,22 @@ def test_counters_of_all_workers_are_summed(counters: SharedCounters) -> None:
         other.close()
 
 
+def test_the_series_of_other_workers_are_found_when_they_are_created(counters: SharedCounters) -> None:
+    other = SharedCounters.create("other", 1 << 20)
+    try:
+        reader, peer = WorkerMetrics(counters, [other]), WorkerMetrics(other)
+        assert not reader.peer_series("tokens_total", "a")
+        for labels in (("a", "tiny", "prompt"), ("ab", "tiny", "prompt"), ("a", "tiny", "completion")):
+            peer.cells("tokens_total", *labels)[0] = 3
+        reader.cells("tokens_total", "a", "own", "prompt")
+        peer.cells("key_requests_total", "a", "200")
+        for _ in range(2):
+            found = [(labels, list(cells)) for labels, cells in reader.peer_series("tokens_total", "a")]
+            assert found == [(("tiny", "prompt"), [3]), (("tiny", "completion"), [3])]
+    finally:
+        other.close()
+
+
 @settings(deadline=None)
 @given(st.text(max_size=12).filter(lambda text: text.isprintable()), st.text(max_size=12).filter(lambda text: text.isprintable()))
 def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> None:
