@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +17,8 @@ import pytest
 
 from gateway.admission.service import ServiceWeights, Tokens
 from gateway.auth.keys import hash_of
-from gateway.snapshot.snapshot import Key, Queue, Slo
-from tests.gateway.admission.simulated_queue import Client, simulated_workers
+from gateway.snapshot.snapshot import Key, Queue, QueueClass, Slo
+from tests.gateway.admission.simulated_queue import Client, SimulatedQueue, simulated_workers
 from tests.support.controlled import controlled
 from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -184,6 +185,25 @@ def test_shares_over_workers_are_as_exact_as_in_one(monkeypatch: pytest.MonkeyPa
         clock.run(math.inf, lambda: min(each.ended for each in loads) >= requests)
     first, second = (load.service / load.weight for load in loads)
     assert first / second == pytest.approx(1, abs=0.02), f"{[load.ended for load in loads]} requests"
+
+
+@pytest.mark.parametrize("classes", [(), (QueueClass("one"), QueueClass("many"))])
+def test_a_flow_is_charged_for_a_key_that_another_worker_serves(monkeypatch: pytest.MonkeyPatch, classes: Sequence[QueueClass]) -> None:
+    """A key of the team has half of the slots by the other worker, so the other team gets the rest."""
+    served = Counter[str]()
+    with simulated_workers(monkeypatch, 2, 2 * SLOTS, Slo(), step=SLOW, classes=classes) as simulated:
+
+        def count(worker: SimulatedQueue, ended: Client) -> None:
+            if worker.now < 1060.0:
+                served[ended.key.id] += 1
+                worker.send(ended)
+
+        for number, name, team in ((0, "a", "one"), (0, "b", "many"), (1, "c", "many")) * 20:
+            worker = simulated[number]
+            one = Client(Key(name, team=team, queue_class=team), ended=partial(count, worker))
+            worker.clock.at(worker.now, partial(worker.send, one))
+        simulated[0].clock.run(1060.0)
+    assert served["a"] / (served["b"] + served["c"]) == pytest.approx(1, abs=0.05), served
 
 
 @pytest.mark.parametrize("workers", [2, 4])
