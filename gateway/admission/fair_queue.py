@@ -273,7 +273,7 @@ class FairQueue(Generic[T]):
         return node
 
     def path_to(self, names: Sequence[str]) -> list[Flow[T]] | None:
-        """Return the flows with these names from the top downward; None if one of them does not exist."""
+        """Return the flows with these names from the top downward; None if a flow does not exist."""
         found, node = [], self._root
         for name in names:
             if (child := node.children.get(name)) is None:

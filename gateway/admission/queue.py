@@ -12,8 +12,9 @@ become free, among those that the fair queue may serve. This changes the order w
 is deferred for at most ``DEFERRAL`` of the time that it may wait.
 
 With several workers, each orders its own queue, and charges flows for what the others have served. The counters of the key of the next
-request are read before it is dispatched, those of the others at a tick. What remains is a constant: for two keys at most one request for
-each slot, because requests are charged by estimates while they run; for two teams also the service of their other keys since the last tick.
+request are read before it is dispatched, those of the others at a tick. The remaining error is a constant: for two keys at most one request
+for each slot, because requests are charged by estimates while they run; for two teams also the service of their other keys since the last
+tick.
 
 If the next request has to wait, and its class preempts, another one is stopped for it (``preemption``).
 

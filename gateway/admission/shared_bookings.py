@@ -34,11 +34,11 @@ class SharedBookings:
     def __init__(self, own: SharedCells, peers: Callable[[], Sequence[SharedCells | None]]) -> None:
         self._own = own
         self._peers = peers
-        self._places: dict[float, int] = {}
-        """The place of each booking of this worker, by its time."""
-        places = (len(own) - _FLOWS) // 3
-        self._at, self._deadlines = _FLOWS + places, _FLOWS + 2 * places
-        self.most = places - 1
+        self._rows: dict[float, int] = {}
+        """The row of each booking of this worker, by its time."""
+        rows = (len(own) - _FLOWS) // 3
+        self._at, self._deadlines = _FLOWS + rows, _FLOWS + 2 * rows
+        self.most = rows - 1
         """The bookings of this worker that fit; and one more for a moment."""
         self._seen: dict[int, int] = {}
         """The number of honored bookings of each other worker that were read."""
@@ -51,23 +51,23 @@ class SharedBookings:
 
     def has(self, at: float) -> bool:
         """Return whether this worker has a booking of this time."""
-        return at in self._places
+        return at in self._rows
 
     def publish(self, leaf: Flow[Any], fingerprint: int, at: float, deadline: float) -> None:
         """Publish a booking of this worker."""
-        place = len(self._places)
+        row = len(self._rows)
         for column, value in ((_FLOWS, _number_of(leaf, fingerprint)), (self._at, at), (self._deadlines, deadline)):
-            self._own[column + place] = value
-        self._places[at] = place
-        self._own[0] = place + 1
+            self._own[column + row] = value
+        self._rows[at] = row
+        self._own[0] = row + 1
 
     def withdraw(self, at: float) -> None:
-        """Remove a booking. The last one gets its place, and is never missing meanwhile."""
-        place, last = self._places.pop(at), len(self._places)
-        if place != last:
-            self._places[self._own[self._at + last]] = place
+        """Remove a booking. The last one gets its row, and can be found meanwhile."""
+        row, last = self._rows.pop(at), len(self._rows)
+        if row != last:
+            self._rows[self._own[self._at + last]] = row
             for column in (_FLOWS, self._at, self._deadlines):
-                self._own[column + place] = self._own[column + last]
+                self._own[column + row] = self._own[column + last]
         self._own[0] = last
 
     def honored(self) -> Iterator[float]:
@@ -77,7 +77,7 @@ class SharedBookings:
                 continue
             count = int(peer[1])
             for each in range(max(self._seen.get(number, 0), count - _HONORED), count):
-                if (at := peer[_TIMES + each % _HONORED]) in self._places:
+                if (at := peer[_TIMES + each % _HONORED]) in self._rows:
                     yield at
             self._seen[number] = count
 
@@ -88,10 +88,13 @@ class SharedBookings:
             if peer is None or not (count := int(peer[0])):
                 continue
             flow = flow or _number_of(leaf, fingerprint)
-            for place, each in enumerate(peer[_FLOWS : _FLOWS + count].tolist()):
-                if each == flow and now - grace <= (at := peer[self._at + place]) <= now and not self._is_honored(at):
+            for row, each in enumerate(peer[_FLOWS : _FLOWS + count].tolist()):
+                if each != flow or not now - grace <= (at := peer[self._at + row]) <= now or self._is_honored(at):
+                    continue
+                deadline = peer[self._deadlines + row]
+                if peer[_FLOWS + row] == flow:  # otherwise its worker has just moved another booking there
                     self._honor(at)
-                    return at, peer[self._deadlines + place]
+                    return at, deadline
         return None
 
     def _is_honored(self, at: float) -> bool:

@@ -1,6 +1,6 @@
 """A real vLLM that two keys keep busy, one with long and one with short outputs: they get the same service, in tokens.
 
-And a class with a reserved slot does not wait after another one that keeps the other slots busy.
+And a class with a reserved slot does not wait after a class that keeps the other slots busy.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def leaf_of(key: str) -> Flow[str]:
     return FairQueue[str]().leaf([Share("team", 1.0), Share(key, 1.0)])
 
 
-def book(bookings: Bookings, key: str, after: float, size: int = 10) -> float:
+def add_booking(bookings: Bookings, key: str, after: float, size: int = 10) -> float:
     at = bookings.free_time(START + after)
     assert bookings.add(Booking(at, 1.0, leaf_of(key), size, START + 100.0 + after), 100) is None
     return at
@@ -57,7 +57,7 @@ def book(bookings: Bookings, key: str, after: float, size: int = 10) -> float:
 
 def test_a_booking_is_honored_by_another_worker_once() -> None:
     first, second, third = workers_of(3)
-    book(first, "a", 5.0)
+    add_booking(first, "a", 5.0)
     for other in (second, third):
         assert other.take(leaf_of("a"), 10, START + 4.9) is None, "too early"
         assert other.take(leaf_of("b"), 10, START + 5.0) is None, "another flow"
@@ -78,7 +78,7 @@ def test_the_bookings_of_a_worker_are_bounded_by_its_cells() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["book", "take", "expire"]), st.integers(0, 2), st.integers(0, 2), st.integers(0, 6)), max_size=80)
+    st.lists(st.tuples(st.sampled_from(["add", "take", "expire"]), st.integers(0, 2), st.integers(0, 2), st.integers(0, 6)), max_size=80)
 )
 def test_each_booking_is_taken_at_most_once_and_from_any_worker(acts: list[tuple[str, int, int, int]]) -> None:
     workers, now, expected = workers_of(3), START, list[tuple[float, str]]()
@@ -87,7 +87,7 @@ def test_each_booking_is_taken_at_most_once_and_from_any_worker(acts: list[tuple
         now, key, bookings = now + seconds / 4, "abc"[flow], workers[number]
         expected = [each for each in expected if each[0] >= now - RETURN_GRACE]
         bookings.expire(now)
-        if act == "book":
+        if act == "add":
             at = now + seconds + len(expected) / 1000  # unique
             if all(at != each[0] for each in expected):
                 bookings.add(Booking(at, 1.0, flows[number][key], 10, at), 100)
@@ -136,7 +136,7 @@ def test_a_client_returns_to_another_worker_and_has_its_place(monkeypatch: pytes
 
 def cells(one: Controlled, family: str, cell: int = 0) -> list[float]:
     """Return the sum of a cell of all series of a family in each worker."""
-    return [sum(values[cell] for _, values in board.readings(f'["{family}",')) for board in one.control.workers.boards]
+    return [sum(values[cell] for _, values in counters.readings(f'["{family}",')) for counters in one.control.workers.boards]
 
 
 async def connected(one: Controlled, stack: AsyncExitStack) -> tuple[int, Connection]:
