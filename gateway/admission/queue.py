@@ -67,7 +67,7 @@ _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
 _READ_AT_ONCE = 200  # keys whose counters are read in one tick
 _FIND_AT_ONCE = 2000  # keys in other workers of which a tick checks whether they are served
-_READ_TO_DISPATCH = 4  # keys whose counters are read at most before a request is dispatched
+_READ_TO_DISPATCH = 2  # keys whose counters are read at most before a request is dispatched
 
 
 def _call_soon(function: Callable[[], None]) -> None:
