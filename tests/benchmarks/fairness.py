@@ -1,9 +1,9 @@
 """Measures how fair the gateway's queue is: the service of each flow of requests beside the others, and what fairness costs.
 
 ``python -m tests.benchmarks.fairness [SCENARIO …]`` prints one table and writes nothing. ``queue`` is the scenario of the queue alone, and
-``interactive`` (interactive.py), ``goodput`` (goodput.py) and ``locality`` (locality.py) run if they are named. The rules: one gateway in
-front of one simulator with four slots; each client sends its next request after a response; everything is read from the ledger. In each
-scenario the same clients send with one key, too, so that requests are served in the order of arrival.
+``interactive`` and ``vllm`` (interactive.py), ``goodput`` (goodput.py) and ``locality`` (locality.py) run if they are named. The rules: one
+gateway in front of one simulator with four slots; each client sends its next request after a response; everything is read from the ledger.
+In each scenario the same clients send with one key, too, so that requests are served in the order of arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import httpx2
 from gateway.admission.fair_queue import FairQueue, Share
 from gateway.auth.keys import hash_of
 from tests.benchmarks import goodput, locality
-from tests.benchmarks.interactive import print_interactive
+from tests.benchmarks.interactive import ENGINES, print_interactive
 from tests.benchmarks.locality import DEFICIT
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.support.process import SIMULATOR, configuration, gateway, wait_for
@@ -121,8 +121,8 @@ class Service:
 def main() -> int:
     """Run the scenarios and print the table. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fairness", description=__doc__)
-    others = ["interactive", "goodput", "locality"]
-    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", *others, []], help="default: all but the last three")
+    others = [*ENGINES, "goodput", "locality"]
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", *others, []], help="default: all but the last four")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of the two runs of a scenario")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompt-weight", type=float, default=1.0, help="of a prompt token that was not cached")
@@ -133,8 +133,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if own := [name for name in names if name in SCENARIOS]:
             _print_scenarios(own, Path(folder), options)
-        if "interactive" in names:
-            print_interactive(Path(folder), options.seconds)
+        for name in (each for each in names if each in ENGINES):
+            (Path(folder) / name).mkdir()
+            print_interactive(name, Path(folder) / name, options.seconds)
     if "queue" in names:
         without, with_deficit = (f"{queue_cost(ITEMS, FLOWS, deficit) * 1e6:.1f} µs" for deficit in (0.0, DEFICIT))
         print(f"queue: {without} for each request, with a deficit {with_deficit}, with {ITEMS:,} items in {FLOWS:,} flows")
