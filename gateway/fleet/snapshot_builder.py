@@ -109,7 +109,9 @@ def _tracing(config: Config) -> snapshot.Tracing | None:
 def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
     if server.external is None:
         address, api_key = observed.launched[server.name].address, observed.api_keys[server.name]
-        return ServerSpec(server.name, address, server.served_model, api_key, keep_idle=KEEP_IDLE_LAUNCHED)
+        launch = server.model.launch
+        loads = server.model.id if launch is None or launch.model is None else str(launch.model)
+        return ServerSpec(server.name, address, server.served_model, api_key, keep_idle=KEEP_IDLE_LAUNCHED, loads=loads)
     external = server.external
     return ServerSpec(server.name, external.address, server.served_model, api_key_of(external), float(external.weight))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from gateway.api.errors import Refusal
+from gateway.api.errors import Refusal, none_healthy
 from gateway.continuation.chat import CHAT, DERENDER, GENERATE, RENDER, ContinuedChat, InvalidReplyError
 from gateway.continuation.completion import ContinuedCompletion
 from gateway.continuation.events import closing, usage_of
@@ -136,6 +136,7 @@ class _Rest:
         attempt = Attempt(self._pool, _timeouts(self._upstream, context), context.worker.deadlines, streams=True)
         assert context.attempt is not None
         attempt.replace(context.attempt)
+        attempt.avoided = (*attempt.avoided, *(server for server in self._pool.servers if not self._can_serve(server)))
         try:
             with attempt:
                 await self._serve(attempt)
@@ -156,8 +157,18 @@ class _Rest:
         model = self._upstream.model
         return self._context.worker.active.catalog.pool(model.model.base) or model.pool
 
+    def _can_serve(self, server: Server) -> bool:
+        """Return whether a server has the model of the stream, which a reload may have replaced."""
+        assert self._context.attempt is not None
+        return server.spec.serves_like(self._context.attempt.tried[-1].spec)
+
     def _served(self, server: Server) -> str:
         return self._upstream.model.model.served or server.spec.model
+
+    def _compose_for(self, compose: Compose, server: Server) -> tuple[bytes, bytes]:
+        if not self._can_serve(server):
+            raise none_healthy()
+        return compose(server)
 
     @property
     def _limit(self) -> int:
@@ -165,7 +176,7 @@ class _Rest:
 
     async def _started(self, attempt: Attempt, compose: Compose) -> UpstreamResponse:
         """Send the request, and return its stream. Raises NoServerError, UpstreamError and Refusal."""
-        response = await self._send(attempt, compose)
+        response = await self._send(attempt, partial(self._compose_for, compose))
         self._context.attempt = attempt
         if not 200 <= response.status < 300:
             await read_error(response)

@@ -1,8 +1,8 @@
 """Move the responses of servers that are drained, or that do not respond any more, to other servers of their model.
 
-The rules: only responses that another server can continue (``Server.movable``) are ended, and only while another server has a slot for
-them. All others stay and may finish. The responses of a drained server are moved over a few seconds, so that the other servers do not
-get all of their prompts at once.
+The rules: only responses that another server can continue (``Server.movable``) are ended, and only while another server of the same model
+has a slot for them. All others stay and may finish. The responses of a drained server are moved over a few seconds, so that the other
+servers do not get all of their prompts at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def move_responses(server: Server, others: Iterable[Server], now: float) -> None
     error = _reason(server, now)
     if error is None or not server.movable:
         return
-    usable = [other for other in others if other is not server and other.available]
+    usable = [other for other in others if other is not server and other.available and other.spec.serves_like(server.spec)]
     free = sum(other.limit - other.in_flight for other in usable)
     most, responses = len(server.movable), tuple(server.movable)
     if server.draining_since is not None:

@@ -47,7 +47,7 @@ class ServerSpec:
     """A server as the configuration or the launcher specifies it.
 
     ``name``: unique in the gateway. ``model``: the name under which the server serves its model. ``keep_idle``: seconds for which an idle
-    connection to it stays open.
+    connection to it stays open. ``loads``: the model that a launched server loads.
     """
 
     name: str
@@ -56,6 +56,11 @@ class ServerSpec:
     api_key: str | None = field(default=None, repr=False)
     weight: float = 1.0
     keep_idle: float = 4.0
+    loads: str = ""
+
+    def serves_like(self, other: ServerSpec) -> bool:
+        """Return whether another server has the same model, as far as the configuration shows. A reload may have replaced it."""
+        return (self.model, self.loads) == (other.model, other.loads)
 
 
 class Progress(NamedTuple):

@@ -120,6 +120,7 @@ def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> Non
     observed = ObservedServers(by_name([status("launched#0", LaunchState.READY)]), {}, {"launched#0": "x"})
     snapshot = build_snapshot(config, observed, 1, 0)
     base, adapter, found, other = snapshot.models
+    assert base.servers[0].loads == spec.settings.model, "another path under the same ID is another model"
     assert snapshot.bases == (base, found)
     assert (adapter.id, adapter.aliases, adapter.parent, adapter.served) == ("sql", ("s",), "launched", "sql")
     assert (adapter.servers, adapter.defaults, adapter.mounts) == (base.servers, {"seed": 1}, ())

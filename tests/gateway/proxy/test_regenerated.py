@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gateway.api.routes import ROUTES
+from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Limits
 from gateway.telemetry.request_record import RequestRecord
 from tests.faults.chaos import CLEAR, Weather, chaos
@@ -18,6 +20,7 @@ from tests.support.running import MODEL, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.simulated import simulated
 from tests.support.wire import Reply, chat, request, request_once
+from upstream.balancing.server import Condition
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 MESSAGE_LIST = [{"role": "user", "content": "Compare the weather in Hangzhou and Paris."}]
@@ -157,3 +160,33 @@ async def test_a_completion_whose_tokens_are_not_known_is_not_continued(name: st
         assert b"upstream_disconnected" in reply.body, name
         assert len(one.requests + other.requests) == 1, "no server gets a prompt without its tokens"
         assert b'token_ids":[' not in reply.body
+
+
+@pytest.mark.parametrize("body", [{"temperature": 0}, {"seed": 1}], ids=["token IDs", "regeneration"])
+async def test_a_stream_does_not_continue_on_a_server_with_another_model(body: dict[str, Any]) -> None:
+    """A reload has replaced the servers of the model by those of another one, under the same ID."""
+    is_reloaded = asyncio.Event()
+    event = b'data: {"id":"x","choices":[{"index":0,"text":"a","token_ids":[1],"prompt_token_ids":[2],"finish_reason":null}]}\n\n'
+
+    async def old(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(event)
+        await is_reloaded.wait()
+        talk.writer.close()
+
+    async def new(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(event + b"data: [DONE]\n\n")
+        await talk.end_stream()
+
+    data = request({"model": MODEL, "prompt": "Once", "stream": True, **body}, COMPLETIONS)
+    async with scripted(old) as one, scripted(new) as other, serving([model(one.port, one.port)]) as served:
+        replying = asyncio.create_task(request_once(served.port, data))
+        await until(lambda: any(server.movable for server in served.worker.fleet))
+        replaced = model(other.port, other.port, served="another")
+        served.worker.apply_snapshot(replace(served.worker.snapshot, models=(replaced,)))
+        served.worker.apply_health(Health({spec.name: Condition.UP for spec in replaced.servers}, {}))
+        is_reloaded.set()
+        reply = await asyncio.wait_for(replying, 30)
+        assert b"upstream_disconnected" in reply.body
+        assert not other.requests

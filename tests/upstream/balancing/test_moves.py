@@ -23,8 +23,8 @@ class Response:
         self.reason = error.reason
 
 
-def server(name: str = "other", condition: Condition = Condition.UP) -> Server:
-    return Server(ServerSpec(name, Address(port=1), "m"), condition, clock=lambda: NOW)
+def server(name: str = "other", condition: Condition = Condition.UP, model: str = "m", loads: str = "") -> Server:
+    return Server(ServerSpec(name, Address(port=1), model, loads=loads), condition, clock=lambda: NOW)
 
 
 def serving(count: int, condition: Condition = Condition.UP) -> tuple[Server, list[Response]]:
@@ -50,6 +50,13 @@ def test_a_drained_server_keeps_its_streams_for_the_grace_and_then_moves_them_on
     assert counts[0] == 20, "the other servers do not get all prompts at once"
     assert counts == sorted(counts) and counts[-1] == 100
     assert {response.reason for response in responses} == {"moved"}
+
+
+@pytest.mark.parametrize("other", [server(model="n"), server(loads="other/weights")], ids=["name", "weights"])
+def test_they_stay_if_the_other_servers_have_another_model(other: Server) -> None:
+    first, responses = serving(3, Condition.OUT_OF_ROTATION)
+    move_responses(first, [first, other], NOW + 60)
+    assert moved(responses) == 0
 
 
 @pytest.mark.parametrize("others", [[], [Condition.DOWN], [Condition.LOADING, Condition.OUT_OF_ROTATION]], ids=repr)
