@@ -125,6 +125,11 @@ class Catalog:
         for pool in self._pools.values():
             pool.retire()
 
+    def hand_over(self, newer: Catalog) -> None:
+        """Let requests that have a model of this catalog choose among the servers of a newer one."""
+        for model, pool in self._pools.items():
+            pool.successor = newer.pool(model)
+
     def mounted(self, path: str, suffix: str) -> CatalogEntry | None:
         """Return the model whose mount, followed by ``suffix``, is this path."""
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None

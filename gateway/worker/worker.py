@@ -114,7 +114,10 @@ class Worker:
             if POLICIES[model.balance] is Cost
         }
         requests.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
-        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs, self._recorded_models(snapshot))
+        catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs, self._recorded_models(snapshot))
+        if self._catalog is not None:
+            self._catalog.hand_over(catalog)
+        self._catalog = catalog
         if self._peers is not None:
             self._peers.set_models(self.costs)
         self.connections.active = requests.active = ActiveSnapshot(

@@ -60,10 +60,12 @@ class Pool:
         """Whether ``cached_tokens`` tells requests apart."""
         self._choices = 0
         self._retry_budget = RetryBudget()
+        self.successor: Pool | None = None
+        """The pool of the next snapshot, which has the servers that are still configured."""
 
     def retire(self) -> None:
-        """Stop following the servers' load: the next snapshot has another pool. Requests of this one choose without a ranking."""
-        rankings, self._rankings, self._ranking, self._of_tiers = self._rankings, (), None, ()
+        """Stop following the servers' load: the next snapshot has another pool. Requests of this one choose from it."""
+        rankings, self._rankings, self._ranking, self._of_tiers, self._only = self._rankings, (), None, (), None
         for ranking in rankings:
             for server in self.servers:
                 server.rankings.remove(ranking)
@@ -144,6 +146,8 @@ class Pool:
             ranking = self._ranking_of(tier)
         if not tried and ranking is not None and ranking.members:
             return self._policy.choose(ranking, request)
+        if self.successor is not None:
+            return self.successor.choose(tried, request)
         if not (up := self._up_servers()):
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
         if not (with_capacity := _with_capacity(up, tier)):
@@ -158,6 +162,8 @@ class SharedPool(Pool):
 
     def choose(self, tried: Sequence[Server] = (), request: RequestFacts = NO_FACTS) -> Server:
         """Return the server for the next attempt, as a pool does, after the queued requests have had a choice. Its slot is taken."""
+        if self.successor is not None:
+            return self.successor.choose(tried, request)
         if self._bounded is not None:
             self._bounded.on_capacity()
         while not (server := super().choose(tried, request)).take_slot():

@@ -190,3 +190,21 @@ async def test_a_stream_does_not_continue_on_a_server_with_another_model(body: d
         reply = await asyncio.wait_for(replying, 30)
         assert b"upstream_disconnected" in reply.body
         assert not other.requests
+
+
+async def test_a_request_that_is_moved_from_a_removed_server_goes_to_a_new_one() -> None:
+    async def silent(talk: Conversation) -> None:
+        await talk.closed_by_peer()
+
+    async def new(talk: Conversation) -> None:
+        await talk.respond(b'{"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}')
+
+    data = request({"model": MODEL, "prompt": "Once"}, COMPLETIONS)
+    async with scripted(silent) as one, scripted(new) as other, serving([model(one.port, one.port, move_after=0.0)]) as served:
+        replying = asyncio.create_task(request_once(served.port, data))
+        await until(lambda: one.requests)
+        replaced = model(other.port, other.port)
+        served.worker.apply_snapshot(replace(served.worker.snapshot, models=(replaced,)))
+        served.worker.apply_health(Health({spec.name: Condition.UP for spec in replaced.servers}, {}))
+        assert (await asyncio.wait_for(replying, 30)).status == 200
+        assert (len(one.requests), len(other.requests)) == (1, 1)

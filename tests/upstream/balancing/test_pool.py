@@ -100,6 +100,15 @@ async def test_a_reload_keeps_what_did_not_change() -> None:
     assert after["b"].condition is LOADING
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_of_an_older_snapshot_is_not_sent_to_a_removed_server(count: int) -> None:
+    old, new = pool_of(servers(*[UP] * count), "least_busy"), pool_of([Server(spec("new"), UP)], "least_busy")
+    old.retire()
+    assert old.choose() in old.servers, "the model was removed, and its requests may finish"
+    old.successor = new
+    assert old.choose() is old.choose(old.servers) is new.servers[0]
+
+
 async def test_a_removed_server_has_no_idle_connections() -> None:
     responding = asyncio.Event()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upstream.balancing.policies.least_busy import LeastBusy
-from upstream.balancing.pool import NoServerError, SharedPool
+from upstream.balancing.pool import NoServerError, Pool, SharedPool
 from upstream.balancing.server import Condition, ServerSpec
 from upstream.balancing.shared_limit import Peer, SharedLimit, SharedServer
 from upstream.http.address import Address
@@ -149,6 +149,22 @@ def test_a_server_that_another_worker_has_filled_is_not_chosen() -> None:
     workers.queued[1][0] = 1
     server.finish_exchange()
     assert workers.in_flight[0] == [0] and list(workers.signals) == [1]
+
+
+@pytest.mark.parametrize("before", [Pool, SharedPool])
+def test_a_slot_is_taken_once_for_a_request_of_an_older_snapshot(before: type[Pool]) -> None:
+    """A reload may have given the servers a limit since the request arrived."""
+    server = SharedServer(ServerSpec("http://a", Address("a", 80), "m"), Condition.UP)
+    old = before([server], LeastBusy([server]))
+    old.retire()
+    workers = Workers(2, 2)
+    server.limit, server.shared, server.in_flight_cells = 2, workers.limits[0], workers.in_flight[0]
+    old.successor = SharedPool([server], LeastBusy([server]))
+    assert old.choose() is server
+    server.start_exchange()
+    assert workers.in_flight[0] == [1]
+    server.finish_exchange()
+    assert workers.in_flight[0] == [0]
 
 
 def test_queued_requests_come_before_a_new_one() -> None:
