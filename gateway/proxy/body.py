@@ -29,7 +29,7 @@ from gateway.proxy.mirror import mirrored
 from gateway.proxy.recorded import start_recording
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.snapshot import Key
-from gateway.system.steps import finished
+from gateway.system.steps import MEDIUM, finished
 from gateway.telemetry.body_shape import shape
 from upstream.balancing.policies.policy import NO_FACTS, Fact, RequestFacts
 
@@ -105,7 +105,7 @@ def _for_model(
     plan = None
     if prepared.stream:
         context.stream = True
-        plan = _plan(prepared, context, key, model) if model.pool.may_continue else None
+        plan = _plan(prepared, context, key, model, size) if model.pool.may_continue else None
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
         if counts_tokens and model.model.running_usage:
             prepared = with_running_usage(prepared)
@@ -124,12 +124,17 @@ def _for_model(
     return UpstreamRequest(request, model, name, prepared, facts, tokens, plan)
 
 
-def _plan(prepared: JsonBody, context: RequestContext, key: Key, model: CatalogEntry) -> Plan | None:
-    """Return how the stream of a request would be continued on another server, and request what that needs."""
+def _plan(prepared: JsonBody, context: RequestContext, key: Key, model: CatalogEntry, size: int) -> Plan | None:
+    """Return how the stream of a request would be continued on another server, and request what that needs.
+
+    The document of a larger body is not read again for its token IDs: that would delay other clients.
+    """
     request = context.request
     if prepared.translation is not None:
         return None
     plan = plan_of(prepared.document, request.target.route.dialect, model.model.resume, model.pool.has_scale_out)
+    if plan is not None and plan.path is Path.TOKEN_IDS and size > MEDIUM:
+        plan = None if plan.sampled else Plan(Path.REGENERATION)
     if plan is not None:
         request.body.owner = key.id
         if plan.path is Path.TOKEN_IDS:

@@ -262,7 +262,7 @@ class _FromTokens(_Rest):
     # Chats
 
     async def _by_chat(self, attempt: Attempt) -> None:
-        running = self._upstream.body.choices > 0
+        running, flow = self._stream.has_running_usage, self._context.request.connection.flow
         reasoning, counted = self._reasoning, self._stream.completion_tokens
         rest = ContinuedChat(self._record, self._document, reasoning=reasoning, counted=counted, running=running, limit=self._limit)
         assert self._context.attempt is not None
@@ -280,6 +280,7 @@ class _FromTokens(_Rest):
         connect(self._context.request, response)
         with response.movable():
             while True:
+                await flow.drain()  # ``read_some`` would resume a server that waits for a slow client
                 if rest.has_tokens:
                     called = monotonic()
                     self._show(rest.events(await self._post(server, DERENDER, rest.derender_body(self._served(server)))))

@@ -388,6 +388,11 @@ class EventRelay(ResponseRelay):
         return 0 if usage is None else usage.completion
 
     @property
+    def has_running_usage(self) -> bool:
+        """Whether each event has its usage: the gateway or the client has requested it."""
+        return self._running is not None
+
+    @property
     def prompt_tokens(self) -> int:
         """The tokens of the prompt; 0 if the server has not reported them yet."""
         usage = self._prompt if self._running is None else self._running.usage

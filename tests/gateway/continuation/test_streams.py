@@ -6,8 +6,11 @@ import asyncio
 import os
 import random
 import signal
+from collections import deque
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
+import orjson
 import pytest
 
 from gateway.snapshot.snapshot import Resume
@@ -28,11 +31,13 @@ from tests.gateway.continuation.stage import (
     stop_trial,
     trial,
 )
-from tests.support.cutting_proxy import Cut
-from tests.support.running import until
+from tests.support.cutting_proxy import Cut, cutting_proxy
+from tests.support.running import model, serving, until
+from tests.support.wire import request, request_once
 from tests.upstream.simulator.test_process import Simulated
 from upstream.balancing.server import Condition
 from upstream.http.deadlines import Timeouts
+from upstream.http.sse import data_of, split
 
 TRIALS = 6
 """Disturbed streams of each request."""
@@ -87,6 +92,51 @@ async def test_a_second_server_that_is_lost_after_its_last_event_has_completed_t
             for left in range(3):
                 outcome = await one.run(name, Cut(5), Cut(len(undisturbed.events) - 5 - left))
                 check(outcome, undisturbed)
+
+
+async def test_a_client_that_requests_the_usage_of_each_event_gets_it_to_the_end(servers: list[Simulated]) -> None:
+    """Nothing else counts the tokens of the request: there is neither a ledger nor a limit."""
+    body = chat(**PLAIN, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    cuts = deque[Cut | None]()
+    async with AsyncExitStack() as stack:
+        proxies = [await stack.enter_async_context(cutting_proxy(each.port, cuts)) for each in servers[:2]]
+        served = await stack.enter_async_context(serving([model(*(proxy.port for proxy in proxies))]))
+        report(served, Condition.UP, Condition.UP)
+        cuts.append(Cut(6))
+        reply = await request_once(served.port, request(body, CHAT))
+        assert [each.outcome for record in served.context.records for each in record.continuations] == ["continued"]
+    documents = [orjson.loads(data) for event in split(reply.body) if (data := data_of(event)).startswith(b"{")]
+    assert len(documents) >= 8 and all(document["usage"] for document in documents)
+
+
+async def test_a_slow_client_gets_no_more_of_a_continued_chat_than_it_reads() -> None:
+    with simulators(2, "--sim-tokens-per-second", "40") as servers:
+        async with stage(servers) as one:
+            undisturbed = await one.expected("a long response")
+            running = asyncio.create_task(one.run("a long response", Cut(5)))
+            movable = [server.movable for server in one.served.worker.fleet]
+            await until(lambda: any(movable))
+            first = set().union(*movable)
+            await until(lambda: any(responses - first for responses in movable))
+            [connection] = one.served.connections
+            connection.pause_writing()
+            await until(lambda: connection.flow._writable is not None)
+            assert connection.current is not None
+            sent = connection.current.bytes_out
+            await asyncio.sleep(0.3)
+            assert connection.current.bytes_out == sent
+            connection.resume_writing()
+            check(await running, undisturbed)
+
+
+async def test_a_large_chat_is_regenerated(servers: list[Simulated]) -> None:
+    """Its document would be parsed and written as a whole for each call of ``derender``."""
+    async with stage(servers) as one:
+        body = chat("Hello", metadata={"note": "x" * (1 << 20)}, **PLAIN)
+        undisturbed = await one.send(CHAT, body)
+        outcome = await one.send(CHAT, body, Cut(5))
+        check(outcome, undisturbed)
+        assert [each.path for each in outcome.record.continuations] == ["regeneration"]
 
 
 async def test_a_third_loss_ends_the_stream_with_an_error(servers: list[Simulated]) -> None:
