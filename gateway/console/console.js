@@ -14,6 +14,8 @@ function start(show) {
     if (document.body.dataset.signsIn && !$("enter").hidden && (await request(ME).catch(() => null))?.ok) open();
   };
 }
+// The time of what a page shows. While the gateway does not respond, it is not live.
+const liveAt = (seconds) => [el("span", { className: "live" }, "Live · "), when(seconds)];
 // An action: a route without a body.
 const post = (path, json) => api(path, { method: "POST", ...(json === undefined ? {} : { json }) });
 // Query parameters without the empty ones.

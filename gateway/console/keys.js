@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [9.6, 7.2, 6, 8.5, 5.7, 11.1, 6.6, 7.2];
+const WIDE = [9.6, 6.4, 6.4, 8, 5, 15, 6, 6.2];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 const NO_STORE = "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:";

@@ -12,7 +12,8 @@ const ago = (text) =>
 
 // What is used of a limit, as a bar with its numbers, and with its name if the column does not say it.
 function usedBar(limit, named = false) {
-  const share = limit.used / limit.amount;
+  const share = limit.used / limit.amount,
+    used = `${amount(limit.used)} of ${amount(limit.amount)}`;
   return [
     el("progress", {
       className: share >= 1 ? "full" : share >= 0.8 ? "near" : "",
@@ -23,7 +24,7 @@ function usedBar(limit, named = false) {
     el(
       "small",
       { className: share >= 1 ? "error" : "quiet" },
-      `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}${named === true ? ` ${nameOf(limit.limit)}` : ""}`,
+      (share >= 1 ? "Full: " : "") + (named === true ? limited(limit.limit, used) : used),
     ),
   ];
 }

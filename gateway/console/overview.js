@@ -310,7 +310,7 @@ function showAll() {
   for (const each of cards) each.update(latest.time);
   const first = hour.points[0]?.[0];
   $("covers").textContent = first && latest.time - first < HOUR - 60 ? `The gateway started ${duration(latest.time - first)} ago.` : "";
-  $("as-of").replaceChildren(paused ? "Paused at " : "Live · ", when(latest.time));
+  $("as-of").replaceChildren(...(paused ? ["Paused at ", when(latest.time)] : liveAt(latest.time)));
 }
 
 async function fetchAll() {

@@ -240,7 +240,7 @@ async function showQueue() {
   [{ flows, open_slots: openSlots }, { models }] = await Promise.all([api("/queue"), api("/admin/v1/models")]);
   $("queue-note").hidden = true;
   $("queue-parts").hidden = false;
-  $("as-of").replaceChildren("Live · ", when(Date.now() / 1000));
+  $("as-of").replaceChildren(...liveAt(Date.now() / 1000));
   showWaiting();
   showSlots();
   showModels();

@@ -232,9 +232,11 @@ const AMOUNTS = [
 // A sentence starts with a capital letter, unless its first word is a name, such as that of a server.
 const capital = (text) => (/^[a-z]+:?([\s,.]|$)/.test(text) ? text[0].toUpperCase() + text.slice(1) : text);
 const amount = (value) => EXACT.format(value);
+// An amount of a limit, in words.
+const limited = (name, text) => (name.startsWith("cost") ? nameOf(name).replace("cost", `a cost of ${text}`) : `${text} ${nameOf(name)}`);
 // Limits in one line.
 const brief = (limits) => {
-  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
+  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => limited(name, amount(Number(limits[name]))));
   const others = Object.keys(limits).length - found.length;
   return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
 };

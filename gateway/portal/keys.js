@@ -198,7 +198,7 @@ function policyOf({ self_service: policy }) {
     `at most ${policy.max_keys === 1 ? "one valid key" : `${policy.max_keys} valid keys`}`,
     policy.max_lifetime ? `each for ${policy.max_lifetime}` : "",
     policy.models?.length ? `for ${policy.models.join(", ")}` : "",
-    ...limits.map(([name, value]) => `${amount(value)} ${nameOf(name)}`),
+    ...limits.map(([name, value]) => limited(name, amount(value))),
   ]
     .filter(Boolean)
     .join(" · ");

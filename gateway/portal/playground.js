@@ -86,7 +86,13 @@ class Column {
     if (message.role === "user") return this.asked(message, at);
     if (message.role === "tool")
       return el("div", { className: "message tool" }, el("p", { className: "who" }, "Result of a tool"), el("pre", {}, message.content));
-    return el("div", { className: "message answer" }, el("p", { className: "who" }, this.model), ...this.parts(message), message.waits ? null : this.actions(at));
+    return el(
+      "div",
+      { className: "message answer" },
+      el("p", { className: "who" }, this.model),
+      ...this.parts(message),
+      message.waits ? null : this.actions(at),
+    );
   }
 
   asked(message, at) {
@@ -246,11 +252,7 @@ async function showLeft() {
       known = scarcest.get(kind);
     if (!known || share(one) < share(known)) scarcest.set(kind, one);
   }
-  const line = (one) => {
-    const left = `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)}`,
-      name = nameOf(one.limit);
-    return `${name.startsWith("cost") ? name.replace("cost", `a cost of ${left}`) : `${left} ${name}`} (${one.holder})`;
-  };
+  const line = (one) => `${limited(one.limit, `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)}`)} (${one.holder})`;
   $("left").textContent = scarcest.size ? `Left: ${[...scarcest.values()].map(line).join(" · ")}` : "No limit applies to this key.";
 }
 function figures(usage, price, begun, first, ended) {

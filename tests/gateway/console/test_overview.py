@@ -91,8 +91,9 @@ def test_without_a_gateway_the_page_says_so_and_recovers(seen: Console) -> None:
     seen.browser.evaluate("window.before = fetch; fetch = () => Promise.reject(new TypeError('Failed to fetch')); load(fetchAll)")
     seen.wait_for_text("The gateway does not respond. This page tries again by itself.")
     assert "Degraded" in seen.browser.text()  # it keeps what it shows
+    assert "Live" not in seen.browser.text()
     seen.browser.evaluate("void (fetch = window.before)")  # a function as the value would be called
-    seen.wait("document.getElementById('lost').hidden")
+    seen.wait("document.getElementById('lost').hidden && document.body.innerText.includes('Live')")
 
 
 def test_a_reader_whose_token_is_revoked_gets_no_further_event(seen: Console) -> None:
