@@ -50,13 +50,8 @@ async function showTeams() {
 }
 
 async function readTeam(id) {
-  try {
-    return { ...(await readEntry(pathOf(id))), stored: true };
-  } catch (error) {
-    const team = error.status === 404 && (await fileTeams()).find((each) => each.id === id);
-    if (!team) throw error;
-    return { ...team, stored: false };
-  }
+  const inFile = (await fileTeams()).find((each) => each.id === id);
+  return inFile ? { ...inFile, stored: false } : { ...(await readEntry(pathOf(id))), stored: true };
 }
 
 async function showTeam(id) {
@@ -109,7 +104,7 @@ async function showTeam(id) {
     if (!usage.length) return el("p", { className: "quiet" }, "No requests today.");
     const all = usage.reduce((total, row) => total + row.prompt_tokens + row.completion_tokens, 0);
     return dataTable(
-      "Keys by use today",
+      "Keys of the team",
       [
         { title: "Key", value: (row) => keyLink(row.key) },
         {

@@ -81,6 +81,7 @@ def test_the_keys_that_use_the_budget_of_a_team(shown: Console) -> None:
     shown.open("/console/teams?id=lab")
     assert "edit it there" in shown.browser.text() and shown.buttons() == ["Raise a limit"]
     assert "team-a" in shown.browser.evaluate("document.getElementById('who').innerText")
+    assert [each for each in shown.browser.complaints if "404" in each] == []
 
 
 def test_a_viewer_has_no_buttons(shown: Console) -> None:
@@ -96,7 +97,7 @@ def test_a_page_fits_into_its_window(shown: Console, path: str, width: int) -> N
 
 
 def test_axe_finds_nothing(shown: Console) -> None:
-    for path in ("/console/teams", f"/console/teams?id={HOSTILE}"):
+    for path in ("/console/teams", "/console/teams?id=lab", f"/console/teams?id={HOSTILE}"):
         shown.open(path)
         assert shown.browser.axe() == []
     shown.click("Edit")
