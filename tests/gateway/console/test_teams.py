@@ -78,6 +78,7 @@ def test_a_team_is_created_changed_raised_and_deleted(shown: Console) -> None:
 
 
 def test_the_keys_that_use_the_budget_of_a_team(shown: Console) -> None:
+    shown.browser.complaints.clear()
     shown.open("/console/teams?id=lab")
     assert "edit it there" in shown.browser.text() and shown.buttons() == ["Raise a limit"]
     assert "team-a" in shown.browser.evaluate("document.getElementById('who').innerText")
