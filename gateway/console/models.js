@@ -35,7 +35,7 @@ function consequences(model, operation) {
 function act(name, operation, words, path) {
   const [title, , done] = WORDS[operation];
   confirmAction({
-    title: `${title} ${name}`,
+    title: title.includes(" ") ? title.replace(" ", ` ${name} `) : `${title} ${name}`, // "Take NAME out of rotation"
     words,
     button: title,
     danger: operation === "stop",
@@ -117,13 +117,19 @@ function modelHead(model) {
 }
 // The cause of a failure comes first, then what to change.
 function serverTop(model, server) {
-  const [inFlight, limit] = server.load.split(" of ").map(Number);
+  const [inFlight, limit] = server.load.split(" of ").map(Number),
+    isOut = server.is_cordoned && server.state === "stopped"; // it runs
   const parts = [
     el(
       "div",
       { className: "server-line" },
       el("h3", {}, server.name),
-      el("span", {}, stateMark(server.state), server.since ? el("span", { className: "quiet" }, ` for ${server.since}`) : null),
+      el(
+        "span",
+        {},
+        stateMark(server.state, isOut ? "out of rotation" : server.state),
+        server.since ? el("span", { className: "quiet" }, ` for ${server.since}`) : null,
+      ),
       el(
         "span",
         { className: "load" },

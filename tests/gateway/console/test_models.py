@@ -122,11 +122,13 @@ def test_one_server_leaves_the_rotation_and_returns(seen: Seen) -> None:
     click(seen, "Take out of rotation: sim/one#0")
     confirm(
         seen,
+        "Take sim/one#0 out of rotation",
         "sim/one#0 gets no new requests",
         "Streams that can be continued move to another server",
         "1 other server of sim/one can serve.",
         "vllm-gateway cordon sim/one#0",
     )
+    seen.wait(f"{card('sim/one')}.querySelector('.server .state').textContent === 'out of rotation'")
     seen.wait(f"{card('sim/one')}.querySelector('.cause code')?.textContent === 'cordon'")
     click(seen, "Return to rotation: sim/one#0")
     confirm(seen, "sim/one#0 gets new requests again.", "vllm-gateway uncordon sim/one#0")
