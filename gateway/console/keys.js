@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [9.6, 6.4, 6.4, 8, 5, 15, 6, 6.2];
+const WIDE = [9.2, 6.2, 6.4, 8, 5.1, 14.6, 6, 6.5];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 const NO_STORE = "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:";
