@@ -22,7 +22,7 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY, model, serving
 from tests.support.wire import request, request_once
 
-PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 HOSTILE = "sim/<img/src=x/onerror=document.title='owned'>"
 MARKUP = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 MOST_BYTES = 100_000
@@ -127,7 +127,7 @@ def test_the_shown_code_runs_unchanged(seen: Seen, tmp_path: Path) -> None:
     seen.write("prompt", 'It\'s "a" $HOME `test` \\n مفتاح')
     seen.write("system", "Be brief.")
     seen.write("parameter-temperature", "0.5")
-    seen.browser.evaluate(f"attach({PICTURE!r}, 'dot.png')")
+    seen.browser.evaluate(f"attach({IMAGE!r}, 'dot.png')")
     seen.click("#tools-example")
     seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
     seen.wait("document.querySelector('.call') && document.getElementById('send').textContent === 'Send'")
@@ -241,7 +241,7 @@ def test_a_lost_network_is_named_in_words(seen: Seen) -> None:
 def test_an_image_can_be_removed(seen: Seen) -> None:
     seen.open("/portal/playground?model=sim/one")
     seen.wait("document.querySelector('.column')")
-    seen.browser.evaluate(f"attach({PICTURE!r}, 'dot.png')")
+    seen.browser.evaluate(f"attach({IMAGE!r}, 'dot.png')")
     seen.wait("document.getElementById('image-name').textContent === 'Remove dot.png'")
     seen.click("#image-name")
     seen.send("Hello")
