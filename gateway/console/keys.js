@@ -78,7 +78,7 @@ async function showClosest() {
         `${capital(nameOf(limit.limit))}${limit.models ? ` for ${limit.models.join(", ")}` : ""}${limit.soft ? " (only warns)" : ""}`,
     },
     { title: "Used", value: usedBar },
-    { title: "Resets in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
+    { title: "Resets in", value: (limit) => (limit.reset_seconds > 0 ? duration(Math.max(limit.reset_seconds, 1)) : null) },
     {
       title: "Actions",
       number: true,

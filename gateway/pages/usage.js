@@ -12,7 +12,7 @@ function limitBar(limit) {
     state = share >= 1 ? "full" : share >= 0.8 ? "near" : "";
   const unit = limit.limit.startsWith("cost") ? ` ${CURRENCY}` : "";
   const words = `${amount(limit.used)} of ${amount(limit.amount)} used, ${amount(Math.max(limit.remaining ?? 0, 0))} left${unit}`;
-  const reset = limit.reset_seconds > 0 ? `, resets in ${duration(limit.reset_seconds)}` : "";
+  const reset = limit.reset_seconds > 0 ? `, resets in ${duration(Math.max(limit.reset_seconds, 1))}` : "";
   const note =
     state === "full" ? (limit.soft ? " Requests continue: this budget only warns." : " Requests wait or are refused until then.") : "";
   return el(
