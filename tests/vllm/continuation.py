@@ -14,15 +14,22 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import orjson
 
+from gateway.api.routes import Dialect
+from gateway.continuation.completion import ContinuedCompletion
+from gateway.continuation.plan import plan_of
+from gateway.continuation.regeneration import DifferentError
+from gateway.continuation.token_record import TokenRecord
+from gateway.snapshot.snapshot import Resume
 from tests.documents.tables import table as rows_of
 from tests.vllm.dialogues import HANGZHOU, WEATHER, Architecture, Json, user
 from tests.vllm.server import PARSERS, Flag, running
+from upstream.http.sse import data_of, split
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "continuation.md"
 BEGIN, END = "<!-- begin: made by python -m tests.vllm.continuation -->", "<!-- end -->"
@@ -74,6 +81,8 @@ ROWS: Sequence[Row] = (
     Row("multi-byte text", CHAT, CHINESE),
     Row("multi-byte text, only a tool parser", CHAT, CHINESE, "llama"),
     Row("`stop`", CHAT, {**COUNT, "stop": ["30, 31, 32"]}),
+    Row("`stop`, reasoning", CHAT, {**POINTS, "stop": ["many sizes"]}),
+    Row("`stop`, tools", CHAT, {**CALLS, "stop": ["a text that does not come"]}),
     Row("`logit_bias`", CHAT, {**COUNT, "logit_bias": {"300": 4, "22": -4}}),
     Row("`min_tokens`", CHAT, {**POINTS, "messages": [user("Who are you?")], "min_tokens": 60, "max_tokens": 80}),
     Row("`thinking_token_budget`", CHAT, {**POINTS, "thinking_token_budget": 8}),
@@ -95,6 +104,10 @@ ROWS: Sequence[Row] = (
     Row("text", COMPLETIONS, PROMPT),
     Row("multi-byte text", COMPLETIONS, {**PROMPT, "prompt": CHINESE_PROMPT, "max_tokens": 100}),
     Row("`stop`", COMPLETIONS, {**PROMPT, "stop": ["a gateway that"]}),
+    Row("`stop` that does not come", COMPLETIONS, {**PROMPT, "stop": ["?", "a text that does not come"]}),
+    Row("`stop` in multi-byte text", COMPLETIONS, {**PROMPT, "prompt": CHINESE_PROMPT, "max_tokens": 100, "stop": ["很好 😀", "café"]}),
+    Row("`stop`, `include_stop_str_in_output`", COMPLETIONS, {**PROMPT, "stop": ["way that nev"], "include_stop_str_in_output": True}),
+    Row("`stop`, `min_tokens`", COMPLETIONS, {**PROMPT, "stop": ["a"], "min_tokens": 12}),
     Row("`logprobs`", COMPLETIONS, {**PROMPT, "logprobs": 1}),
     Row("sampling with `seed`", COMPLETIONS, {**PROMPT, "temperature": 2, "seed": 7}),
     Row("text and thinking", MESSAGES, {**POINTS}),
@@ -110,7 +123,7 @@ ROWS: Sequence[Row] = (
 
 @dataclass(slots=True)
 class Choice:
-    """A choice of a response, as far as it is known. ``lengths``: the tokens of each event. ``decoded``: the tokens until the last text."""
+    """A choice of a response, as far as it is known. ``lengths``: the tokens of each event."""
 
     content: str = ""
     reasoning: str = ""
@@ -120,7 +133,6 @@ class Choice:
     finish: str | None = None
     ids: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    decoded: int = 0
 
     def add(self, part: Json) -> None:
         """Add a choice of an event, or a whole choice."""
@@ -133,7 +145,6 @@ class Choice:
         self.finish = part.get("finish_reason") or self.finish
         self.ids += part.get("token_ids") or ()
         self.lengths += [len(part["token_ids"])] if part.get("token_ids") else []
-        self.decoded = len(self.ids) if delta.get("content") else self.decoded
 
     def _call(self, index: int, call: Json) -> None:
         if call.get("id") is not None and index not in range(len(self.calls)):
@@ -168,14 +179,14 @@ class Record:
     client: httpx2.Client
     row: Row
     body: Json
+    events: Sequence[Json]
     prompt: list[int]
     choices: Choices
 
     @property
     def context(self) -> Json:
         """Return what each call of derender repeats."""
-        request = {"completion_request": self.body} if self.row.path == COMPLETIONS else {"chat_request": self.body}
-        return {"prompt_token_ids": self.prompt, **request}
+        return {"prompt_token_ids": self.prompt, "chat_request": self.body}
 
     def remaining(self, made: int) -> Json:
         """Return the limits for the tokens after the first ones."""
@@ -195,18 +206,6 @@ class ImpossibleError(Exception):
 Continue = Callable[[Record, int, random.Random], Choice]
 
 
-def one_by_one(record: Record, index: int, _: random.Random) -> Choice:
-    """Continue with the token IDs, and derender them one by one."""
-    return _by_token_ids(record, record.choices[index], lambda ids: [[each] for each in ids])
-
-
-def in_groups(record: Record, index: int, dice: random.Random) -> Choice:
-    """Continue with the token IDs, and derender several at a time, as a gateway would do it to save calls."""
-    if record.row.path == COMPLETIONS:
-        raise ImpossibleError
-    return _by_token_ids(record, record.choices[index], partial(_random_groups, dice))
-
-
 def _random_groups(dice: random.Random, ids: list[int]) -> list[list[int]]:
     groups = []
     while ids:
@@ -216,7 +215,9 @@ def _random_groups(dice: random.Random, ids: list[int]) -> list[list[int]]:
     return groups
 
 
-def _by_token_ids(record: Record, shown: Choice, grouped: Callable[[list[int]], list[list[int]]]) -> Choice:
+def by_token_ids(record: Record, index: int, dice: random.Random) -> Choice:
+    """Continue with the token IDs, and derender several at a time."""
+    shown = record.choices[index]
     if record.row.path == COMPLETIONS:
         return _completed(record, shown)
     rendered = record.post(RENDER, record.body)
@@ -225,7 +226,7 @@ def _by_token_ids(record: Record, shown: Choice, grouped: Callable[[list[int]], 
     [rest] = record.post(GENERATE, request)["choices"]
     ids: list[int] = rest["token_ids"]
     if "stop" in record.body:
-        return _until_stop(record, shown, _derendered(record, f"{CHAT}/derender", grouped(shown.ids + ids), None, rest))
+        return _until_stop(record, shown, _derendered(record, _random_groups(dice, shown.ids + ids), None, rest))
     state: Json = {
         "output_token_ids": shown.ids,
         "output_chunk_lens": shown.lengths,
@@ -233,10 +234,10 @@ def _by_token_ids(record: Record, shown: Choice, grouped: Callable[[list[int]], 
         "tools_streamed": bool(shown.calls),
         "last_tool_call_ids": shown.call_ids,
     }
-    return _derendered(record, f"{CHAT}/derender", grouped(ids), state, rest, shown)
+    return _derendered(record, _random_groups(dice, ids), state, rest, shown)
 
 
-def _derendered(record: Record, path: str, groups: list[list[int]], state: Json | None, rest: Json, shown: Choice | None = None) -> Choice:
+def _derendered(record: Record, groups: list[list[int]], state: Json | None, rest: Json, shown: Choice | None = None) -> Choice:
     """Derender groups of tokens, and return what was shown with what they add.
 
     The last token is left out if it ended the response: with only a tool parser, vLLM would show its text.
@@ -247,7 +248,7 @@ def _derendered(record: Record, path: str, groups: list[list[int]], state: Json 
     for at, ids in enumerate(groups):
         finish = rest["finish_reason"] if at == len(groups) - 1 else None
         chunk = {"request_id": "r", "choices": [{"index": 0, "token_ids": ids, "finish_reason": finish}]}
-        response = record.post(path, {"stream": True, "generate_chunk": chunk, "stream_state": state, **record.context})
+        response = record.post(f"{CHAT}/derender", {"stream": True, "generate_chunk": chunk, "stream_state": state, **record.context})
         state = response["stream_state"]
         for choice in response["chunk"]["choices"]:
             joined.add({**choice, "token_ids": None})
@@ -255,29 +256,29 @@ def _derendered(record: Record, path: str, groups: list[list[int]], state: Json 
 
 
 def _until_stop(record: Record, shown: Choice, whole: Choice) -> Choice:
-    """End the decoded response at the stop string, and check that it starts with what was sent.
+    """End the decoded response at the stop string. It must start with what was sent.
 
     vLLM holds text back that may be the start of a stop string, so the token IDs are ahead of the text.
     """
     found = [whole.content.find(stop) for stop in record.body["stop"] if stop in whole.content]
     if found:
         whole.content, whole.finish = whole.content[: min(found)], "stop"
-    assert whole.content.startswith(shown.content)
     return whole
 
 
 def _completed(record: Record, shown: Choice) -> Choice:
-    """Complete the prompt that ends with the response so far, up to its last text.
-
-    Otherwise the prompt may end in the middle of a character, and vLLM returns the prompt's last tokens before the rest of the character.
-    """
-    made = len(shown.ids) if "stop" in record.body else shown.decoded
-    body = {**record.body, "prompt": record.prompt + shown.ids[:made], **record.remaining(made), "return_token_ids": True}
-    [rest] = record.post(COMPLETIONS, body)["choices"]
-    if "stop" in record.body:
-        return _until_stop(record, shown, _derendered(record, f"{COMPLETIONS}/derender", [shown.ids + rest["token_ids"]], None, rest))
+    """Complete the tokens of the prompt and of the response, as the gateway does it."""
+    plan = plan_of(record.body, Dialect.COMPLETIONS, Resume.EXACT, lambda: False)
+    sent = TokenRecord(Dialect.COMPLETIONS, lambda _: True, 0 if plan is None else plan.overlap)
+    for event in record.events:
+        sent.take(b"", orjson.loads(orjson.dumps(event)))
+    rest = ContinuedCompletion(sent, {**record.body, "stream": True, "return_token_ids": True}, 1 << 20)
+    response = record.client.post(COMPLETIONS, content=rest.body("tiny"), headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
     joined = _copy(shown)
-    joined.add({**rest, "token_ids": None})
+    for data in map(data_of, split(rest.feed(response.content))):
+        for choice in orjson.loads(data)["choices"] if data != b"[DONE]" else ():
+            joined.add({**choice, "token_ids": None})
     return joined
 
 
@@ -299,8 +300,7 @@ def from_the_start(record: Record, index: int, _: random.Random) -> Choice:
 
 
 PATHS: Mapping[str, Continue] = {
-    "token IDs": one_by_one,
-    "in groups": in_groups,
+    "token IDs": by_token_ids,
     "replaced prompt": by_replaced_prompt,
     "from the start": from_the_start,
 }
@@ -329,7 +329,7 @@ def recorded(client: httpx2.Client, row: Row, events: Sequence[Json]) -> Record:
         for part in parts:
             choices.setdefault(part["index"], Choice()).add(part)
             prompt = event.get("prompt_token_ids") or part.get("prompt_token_ids") or prompt
-    return Record(client, row, {"model": "tiny", **row.body}, prompt, choices)
+    return Record(client, row, {"model": "tiny", **row.body}, events, prompt, choices)
 
 
 def _translated(event: Json) -> list[Json]:
@@ -356,7 +356,10 @@ def results_of(client: httpx2.Client, row: Row) -> Results:
     dice = random.Random(f"{row.path} {row.feature}")
     events = streamed(client, row.path, row.body)
     undisturbed = recorded(client, row, events).choices
-    cuts = [recorded(client, row, events[: dice.randrange(2, len(events) - 1)]) for _ in range(CUTS)]
+    positions = [dice.randrange(2, len(events) - 1) for _ in range(CUTS)]
+    if "stop" in row.body:  # also in the middle of the stop string
+        positions += range(max(len(events) - 1 - CUTS, 2), len(events) - 1)
+    cuts = [recorded(client, row, events[:position]) for position in positions]
     possible = {name for name, path in PATHS.items() if path is from_the_start or undisturbed[0].ids}
     results = {name: _result(path, cuts, undisturbed, dice) if name in possible else IMPOSSIBLE for name, path in PATHS.items()}
     return {**results, "outcome": _outcome_of(results)}
@@ -369,6 +372,8 @@ def _result(path: Continue, cuts: Sequence[Record], undisturbed: Choices, dice: 
         ]
     except ImpossibleError:
         return IMPOSSIBLE
+    except DifferentError:
+        return DIFFERENT
     return EQUAL if all(same) else DIFFERENT
 
 

@@ -19,7 +19,7 @@ from tests.support.examples import examples
 from upstream.http.sse import data_of, split
 
 HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
-WORDS = ["ab", "c", "", "ö", "de", "", "", "🌍", "f", "gh", "i", "j", "kl"]
+TEXTS = ["ab", "c", "", "ö", "de", "", "", "🌍", "f", "gh", "i", "j", "kl"]
 """The text of each token, whose ID is its number. A character of several tokens is in the last one."""
 
 
@@ -29,7 +29,7 @@ def streamed(groups: list[list[int]], held: int = 0) -> bytes:
     start = groups[0][0]
     for number, ids in enumerate(groups):
         made += len(ids)
-        whole = "".join(WORDS[start : start + made])
+        whole = "".join(TEXTS[start : start + made])
         is_last = number == len(groups) - 1
         shown = whole if is_last else whole[: max(len(whole) - held, len(sent))]
         choice = {"index": 0, "text": shown[len(sent) :], "token_ids": ids, "finish_reason": "length" if is_last else None}
@@ -67,7 +67,7 @@ def continued(groups: list[list[int]], *, sampled: bool = False, **fields: Any) 
         ({"max_tokens": 10, "min_tokens": 1}, {"max_tokens": 8, "min_tokens": 0}),
     ],
 )
-def test_the_request_continues_the_tokens_up_to_the_last_text(fields: dict[str, int], expected: dict[str, int]) -> None:
+def test_the_request_continues_the_tokens_up_to_the_last_text(fields: dict[str, Any], expected: dict[str, int]) -> None:
     body = orjson.loads(continued([[0], [1], [2]], **fields).body("served"))
     assert body == {"model": "served", "stream": True, "prompt": [98, 99, 0, 1], **expected}
 
@@ -82,12 +82,12 @@ def test_several_tokens_of_one_event_are_made_again(groups: list[list[int]], mos
         continued(groups, sampled=True)
 
 
-_GROUPS = st.lists(st.integers(1, 3), min_size=len(WORDS), max_size=len(WORDS))
+_GROUPS = st.lists(st.integers(1, 3), min_size=len(TEXTS), max_size=len(TEXTS))
 
 
 def grouped(sizes: list[int], start: int) -> list[list[int]]:
     """Return the tokens from ``start`` on in groups of these sizes."""
-    ids, groups = [*range(start, len(WORDS))], list[list[int]]()
+    ids, groups = [*range(start, len(TEXTS))], list[list[int]]()
     for size in sizes:
         groups += [ids[:size]] if ids else []
         ids = ids[size:]
@@ -95,7 +95,7 @@ def grouped(sizes: list[int], start: int) -> list[list[int]]:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(_GROUPS, _GROUPS, st.integers(0, len(WORDS)), st.integers(0, 7), st.booleans())
+@given(_GROUPS, _GROUPS, st.integers(0, len(TEXTS)), st.integers(0, 7), st.booleans())
 def test_the_events_are_those_of_the_lost_server(first: list[int], second: list[int], cut: int, overlap: int, includes: bool) -> None:
     """Whatever is held back, and in whatever groups the tokens come, what is sent of both streams is the whole text and each token once."""
     held = 0 if includes else overlap
@@ -109,8 +109,8 @@ def test_the_events_are_those_of_the_lost_server(first: list[int], second: list[
     wire = streamed(grouped(second, start), held)
     shown = b"".join(rest.feed(wire[at : at + 7]) for at in range(0, len(wire), 7))
     parts = documents(b"".join(whole[:cut]) + shown)
-    assert "".join(part["choices"][0]["text"] for part in parts) == "".join(WORDS)
-    assert [number for part in parts for number in part["choices"][0]["token_ids"]] == [*range(len(WORDS))]
+    assert "".join(part["choices"][0]["text"] for part in parts) == "".join(TEXTS)
+    assert [number for part in parts for number in part["choices"][0]["token_ids"]] == [*range(len(TEXTS))]
     counts = [part["usage"]["completion_tokens"] for part in parts]
     assert counts == sorted(counts)
     assert shown.endswith(DONE)

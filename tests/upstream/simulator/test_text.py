@@ -186,8 +186,8 @@ def test_a_stop_string_counts_after_the_least_number_of_tokens(stop: str, seed: 
     request = generation_request(seed=seed, stops=(stop,), minimum=minimum, includes_stop=True)
     (stopped,) = plan(request, Behavior(tokens=60), 0).choices
     whole, least = _texts(free.tokens), len(_texts(free.tokens[:minimum]))
-    ends = [at + len(stop) for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop) > least]
-    assert _texts(stopped.tokens) == (whole[: ends[0]] if ends else whole)
+    found = [at + len(stop) for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop) > least]
+    assert _texts(stopped.tokens) == (whole[: found[0]] if found else whole)
 
 
 def _texts(tokens: Sequence[Token]) -> str:

@@ -213,8 +213,8 @@ def _stopped(tokens: list[Token], request: GenerationRequest) -> Choice:
     """End at the stop string that is complete first, after the least number of tokens; the tokens up to its last are counted."""
     content = _content_of(tokens)
     least = len(_content_of(tokens[: request.minimum]))
-    places = ((content.find(stop, max(0, least + 1 - len(stop))), stop) for stop in request.stops)
-    found = [(at + len(stop), stop) for at, stop in places if at >= 0]
+    starts = ((content.find(stop, max(0, least + 1 - len(stop))), stop) for stop in request.stops)
+    found = [(at + len(stop), stop) for at, stop in starts if at >= 0]
     if not found:
         return Choice(tuple(tokens), "stop")
     end, stop = min(found)
