@@ -50,6 +50,24 @@ def test_several_prompts_are_not_continued_by_token_ids(prompt: object) -> None:
     assert plan_of({"model": "m", "prompt": prompt, "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, lambda: True) == AGAIN
 
 
+@pytest.mark.parametrize(
+    ("stop", "overlap"),
+    [(None, 0), ([], 0), ("a", 0), ("abc", 2), (["ab", "世界和平", "c"], 3), ("a" * 1000, 999), ("a" * 1001, None), ([1], None)],
+)
+def test_a_completion_overlaps_by_the_longest_stop_string_without_its_last_character(stop: object, overlap: int | None) -> None:
+    body = {"prompt": "p", "stop": stop, "include_stop_str_in_output": True}
+    expected = AGAIN if overlap is None else Plan(Path.TOKEN_IDS, overlap=overlap)
+    assert plan_of({**body, "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, lambda: False) == expected
+    sampled = None if overlap is None or overlap else Plan(Path.TOKEN_IDS, sampled=True)
+    assert plan_of({**body, "temperature": 1}, Dialect.COMPLETIONS, Resume.SAMPLED, lambda: False) == sampled
+
+
+def test_a_chat_with_stop_strings_needs_a_second_response() -> None:
+    """vLLM's parsers get the text later than its tokens, and may show markup as content. ``derender`` has no such delay."""
+    assert chat(temperature=0, stop=["a"]) == AGAIN
+    assert chat(temperature=0, stop=[]) == BY_IDS
+
+
 def test_a_sampled_response_is_continued_only_where_the_operator_accepts_another_rest() -> None:
     assert chat() is None
     assert chat(temperature=0.7) is None
