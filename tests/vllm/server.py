@@ -49,6 +49,12 @@ PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
     "qwen3": {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"},
     "llama": {"enable-auto-tool-choice": True, "tool-call-parser": "llama3_json"},
 }
+REPEATING: Mapping[str, Flag] = {
+    "logits-processors": "tests.vllm.repeating:Repeating",
+    "tool-parser-plugin": str(HERE / "repeating.py"),
+    "tool-call-parser": "by_request",
+}
+"""More flags of a server whose responses are texts of the prompts (repeating.py)."""
 POOLING: Mapping[str, Flag] = {
     "runner": "pooling",
     "convert": "embed",
@@ -113,7 +119,8 @@ def running(
     path: dict[str, Flag] = {"uds": str(uds)} if uds else {"host": "127.0.0.1", "port": port}
     arguments = [*settings["command"], settings["model"], *_arguments({**settings["args"], **path, "served-model-name": name})]
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder, (Path(folder) / "log").open("wb") as log:
-        process = subprocess.Popen(arguments, env={**os.environ, **settings["env"]}, stdout=log, stderr=log, start_new_session=True)
+        environment = {**os.environ, **settings["env"], "PYTHONPATH": str(HERE.parents[1])}  # for REPEATING
+        process = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             server = Server(process.pid, port, uds, Path(log.name))
             _await_health(server)

@@ -1,6 +1,7 @@
 """Cut many random streams, some of them twice, and compare each with its undisturbed stream.
 
-``python -m tests.gateway.continuation [COUNT]`` prints the number of equal streams and each difference. Sampled streams follow.
+``python -m tests.gateway.continuation [COUNT [REAL]]`` prints the number of equal streams and each difference. Sampled streams follow.
+``REAL``: so many streams of two real vLLM servers, one of which is killed in the middle of the last ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.gateway.continuation.stage import (
     CHAT,
     COMPLETIONS,
     MANY_BYTES,
-    REQUESTS,
+    Stage,
     completion,
     sampled_trials,
     simulators,
@@ -23,37 +24,72 @@ from tests.gateway.continuation.stage import (
     stop_trial,
     trial,
 )
+from tests.vllm import test_lost_streams as real
+from upstream.http.deadlines import Timeouts
 
-COUNT, SAMPLED = 1000, 300
+COUNT, SAMPLED, KILLED = 1000, 300, 20
 STOPPED = 0.3
-"""The part of the streams that end at a random stop string."""
+"""The part of the simulators' streams that end at a random stop string."""
+
+
+class Comparison:
+    """The results so far."""
+
+    def __init__(self, count: int) -> None:
+        self._dice = random.Random(count)
+        self.results = Counter[str]()
+        self.count = self.different = 0
+
+    async def add(self, one: Stage, count: int, *, stopped: float = 0.0, reasoning: bool = True) -> None:
+        """Cut so many streams. ``stopped``: the part of them that end at a random stop string."""
+        for _ in range(count):
+            name = self._dice.choice([*one.requests])
+            self.count += 1
+            try:
+                if self._dice.random() < stopped:
+                    outcome = await stop_trial(one, completion(prompt=name, max_tokens=80), self._dice)
+                else:
+                    outcome = await trial(one, name, self._dice, reasoning=reasoning)
+                self.results.update(f"{each.path} {each.outcome}" for each in outcome.record.continuations)
+            except AssertionError as error:
+                self.different += 1
+                print(f"{name}: {error}", flush=True)
+
+    def show(self, streams: str) -> None:
+        """Print the figures."""
+        print(f"{self.count - self.different} of {self.count} {streams} are equal; continuations: {dict(self.results)}", flush=True)
 
 
 async def compare(count: int) -> int:
-    """Compare so many streams. Returns the number of those that differ."""
-    dice, results, different = random.Random(count), Counter[str](), 0
+    """Compare so many streams of simulators. Returns the number of those that differ."""
+    compared = Comparison(count)
     for flags in ((), MANY_BYTES):
         with simulators(3, *flags) as servers:
             async with stage(servers) as one:
-                for _ in range(count // 2):
-                    name = dice.choice([*REQUESTS])
-                    try:
-                        if dice.random() < STOPPED:
-                            outcome = await stop_trial(one, completion(prompt=name, max_tokens=80), dice)
-                        else:
-                            outcome = await trial(one, name, dice)
-                        results.update(f"{each.path} {each.outcome}" for each in outcome.record.continuations)
-                    except AssertionError as error:
-                        different += 1
-                        print(f"{name}: {error}", flush=True)
+                await compared.add(one, count // 2, stopped=STOPPED)
     with simulators(2) as servers:
         async with stage(servers, resume=Resume.SAMPLED) as one:
             for path in (CHAT, COMPLETIONS):
                 await sampled_trials(one, path, SAMPLED // 2)
     print(f"{SAMPLED} sampled streams: no token was lost or repeated")
-    print(f"{count - different} of {count} streams are equal; continuations: {dict(results)}")
-    return different
+    compared.show("streams")
+    return compared.different
+
+
+async def compare_real(count: int) -> int:
+    """Compare so many streams of real servers. Returns the number of those that differ."""
+    compared = Comparison(count)
+    with real.two_servers() as servers:
+        async with stage(real.thrice(servers), real.REQUESTS, timeouts=Timeouts(idle=120)) as one:
+            await compared.add(one, count - KILLED, reasoning=False)
+            names = ([*real.REQUESTS] * KILLED)[:KILLED]
+            continued = await real.killed(one, servers, names)
+    compared.show("streams of real servers")
+    print(f"{KILLED} streams while a server was killed are equal; {continued} of them were continued")
+    return compared.different
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(compare(int(sys.argv[1]) if len(sys.argv) > 1 else COUNT)) > 0)
+    counts = [int(each) for each in sys.argv[1:]] or [COUNT]
+    found = asyncio.run(compare(counts[0])) + (asyncio.run(compare_real(counts[1])) if counts[1:] else 0)
+    raise SystemExit(found > 0)

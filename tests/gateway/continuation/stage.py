@@ -41,6 +41,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "look_at_it", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}},
 }
+IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]
 PLAIN: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 USAGE: Json = {"stream_options": {"include_usage": True}}
 RUNNING_USAGE: Json = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -60,6 +61,7 @@ REQUESTS: Mapping[str, tuple[str, Json]] = {
     "reasoning": (CHAT, chat()),
     "reasoning, usage": (CHAT, chat("Who are you?", **USAGE)),
     "no reasoning": (CHAT, chat(**PLAIN)),
+    "an image": (CHAT, {**chat(), "messages": [{"role": "user", "content": IMAGE}]}),
     "a long response": (CHAT, chat("Count.", min_tokens=140, max_tokens=140, **USAGE)),
     "cut by max_tokens": (CHAT, chat("Why?", max_tokens=16, **USAGE)),
     "tools": (CHAT, chat(tools=[TOOL], **USAGE)),
@@ -146,11 +148,15 @@ def _add(seen: list[Any], path: tuple[object, ...], value: Any) -> None:
 
 @dataclass
 class Stage:
-    """A gateway, the proxies before its servers, and its ledger. ``cuts``: of the next streams, whichever server has them."""
+    """A gateway, the proxies before its servers, and its ledger. ``cuts``: of the next streams, whichever server has them.
+
+    ``requests``: path and body by name.
+    """
 
     served: Served
     journal: Journal
     cuts: deque[Cut | None]
+    requests: Mapping[str, tuple[str, Json]]
     undisturbed: dict[str, Outcome] = field(default_factory=dict)
     _rows: dict[str, list[UsageRow]] = field(default_factory=dict)
 
@@ -163,7 +169,7 @@ class Stage:
 
     async def run(self, name: str, *cuts: Cut | None) -> Outcome:
         """Run a request. ``cuts``: of its stream, and of the streams that continue it."""
-        path, body = REQUESTS[name]
+        path, body = self.requests[name]
         return await self.send(path, body, *cuts)
 
     async def send(self, path: str, body: Json, *cuts: Cut | None) -> Outcome:
@@ -196,7 +202,9 @@ def simulators(count: int, *flags: str) -> Iterator[list[Simulated]]:
 
 
 @asynccontextmanager
-async def stage(servers: Sequence[Simulated | Server], **settings: Any) -> AsyncIterator[Stage]:
+async def stage(
+    servers: Sequence[Simulated | Server], requests: Mapping[str, tuple[str, Json]] = REQUESTS, **settings: Any
+) -> AsyncIterator[Stage]:
     """Run a gateway with a proxy before each of these servers. ``settings``: of the model."""
     cuts: deque[Cut | None] = deque()
     async with AsyncExitStack() as stack:
@@ -205,7 +213,7 @@ async def stage(servers: Sequence[Simulated | Server], **settings: Any) -> Async
         named = model(*(proxy.port for proxy in proxies), **settings)
         served = await stack.enter_async_context(unharmed([named], [key()], ledger=Recorder(journal)))
         report(served, *[Condition.UP] * len(servers))
-        yield Stage(served, journal, cuts)
+        yield Stage(served, journal, cuts, requests)
 
 
 def report(served: Served, *conditions: Condition) -> None:
@@ -232,13 +240,16 @@ def cut_in(dice: random.Random, events: int) -> Cut:
     return Cut(dice.randrange(1, events), dice.choice((0, 0, dice.randrange(1, 60))), resets=dice.random() < 0.5)
 
 
-async def trial(one: Stage, name: str, dice: random.Random) -> Outcome:
-    """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal."""
+async def trial(one: Stage, name: str, dice: random.Random, *, reasoning: bool = True) -> Outcome:
+    """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal.
+
+    ``reasoning``: also the number of the tokens of the reasoning.
+    """
     undisturbed = await one.expected(name)
     count = len(undisturbed.events)
     cuts = [cut_in(dice, count)] + ([cut_in(dice, count)] if dice.random() < 1 / 3 else [])
     outcome = await one.run(name, *cuts)
-    check(outcome, undisturbed, *cuts)
+    check(outcome, undisturbed, *cuts, reasoning=reasoning)
     return outcome
 
 

@@ -1,7 +1,6 @@
 """A chat that is continued by its token IDs is like an undisturbed one: for any cut, any groups of tokens and any parser. Without I/O.
 
-The rule: the other server checks what it gets. It continues only the first tokens of its own response, and derenders only the tokens after
-them.
+The rule: the other server checks what it gets. It continues only the first tokens of its response, and derenders only those that follow.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a client was shown of a chat. ``calls``: names and arguments."""
+    """The parts of a chat that a client was shown. ``calls``: names and arguments."""
 
     reasoning: str
     content: str
@@ -67,7 +66,7 @@ class Engine:
         return {**limits, "tools": [{}]} if self.calls else limits
 
     def usage(self, count: int) -> Json:
-        """Return the usage after so many tokens. The tokens of the reasoning are those before the first mark."""
+        """Return the usage after ``count`` tokens. The tokens of the reasoning are those before the first mark."""
         reasoning = next((at for at, piece in enumerate(self.pieces[:count]) if piece.kind == MARK), count)
         return usage_of(len(PROMPT), count, reasoning if self.thinks else None)
 
@@ -98,7 +97,7 @@ class Engine:
         return made + closing(head, self.usage(len(self.pieces)))
 
     def shown(self, count: int, *, finished: bool = False) -> Shown:
-        """Return what a client has been shown after so many tokens."""
+        """Return what a client has been shown after ``count`` tokens."""
         pieces = self.pieces[: count if finished else max(count - self.lag, 0)]
         calls: dict[int, tuple[str, list[bytes]]] = {}
         for piece in pieces:
