@@ -2,6 +2,7 @@
 
 ``python -m tests.gateway.continuation [COUNT [REAL]]`` prints the number of equal streams and each difference. Sampled streams follow.
 ``REAL``: so many streams of two real vLLM servers, one of which is killed in the middle of the last ones.
+``python -m tests.gateway.continuation restart [COUNT]`` prints what a rolling restart under so many streams takes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 from gateway.snapshot.snapshot import Resume
+from tests.gateway.continuation.restart import measure
 from tests.gateway.continuation.stage import (
     CHAT,
     COMPLETIONS,
@@ -27,7 +30,7 @@ from tests.gateway.continuation.stage import (
 from tests.vllm import test_lost_streams as real
 from upstream.http.deadlines import Timeouts
 
-COUNT, SAMPLED, KILLED = 1000, 300, 20
+COUNT, SAMPLED, KILLED, STREAMS = 1000, 300, 20, 300
 STOPPED = 0.3
 """The part of the simulators' streams that end at a random stop string."""
 
@@ -89,7 +92,18 @@ async def compare_real(count: int) -> int:
     return compared.different
 
 
+async def compare_all(count: int, real_count: int = 0) -> int:
+    """Compare streams of simulators and of real servers. Returns the number of those that differ."""
+    return await compare(count) + (await compare_real(real_count) if real_count else 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 1 if a client noticed anything."""
+    numbers = [int(each) for each in arguments if each.isdigit()]
+    if arguments[:1] == ["restart"]:
+        return asyncio.run(measure(*(numbers or [STREAMS]))) > 0
+    return asyncio.run(compare_all(*(numbers or [COUNT]))) > 0
+
+
 if __name__ == "__main__":
-    counts = [int(each) for each in sys.argv[1:]] or [COUNT]
-    found = asyncio.run(compare(counts[0])) + (asyncio.run(compare_real(counts[1])) if counts[1:] else 0)
-    raise SystemExit(found > 0)
+    raise SystemExit(main(sys.argv[1:]))

@@ -9,11 +9,13 @@ import signal
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import orjson
 import pytest
 
 from gateway.snapshot.snapshot import Resume
+from tests.gateway.continuation.restart import REPLICAS, rolling_restart
 from tests.gateway.continuation.stage import (
     CHAT,
     COMPLETIONS,
@@ -229,3 +231,10 @@ async def test_no_token_of_a_sampled_stream_is_lost_or_repeated(servers: list[Si
     """The simulator draws the tokens from the request alone, so that the rest of an undisturbed stream is known."""
     async with stage(servers, resume=Resume.SAMPLED) as one:
         await sampled_trials(one, path, 8)
+
+
+async def test_a_rolling_restart_under_many_streams_is_noticed_by_no_client(tmp_path: Path) -> None:
+    """A full-size run is ``python -m tests.gateway.continuation restart 300``."""
+    figures = await rolling_restart(tmp_path, 30, tokens=240, speed=4)
+    assert (figures.cut, figures.different, len(figures.restarts)) == (0, 0, REPLICAS), figures
+    assert {outcome for outcome, _ in figures.moves} == {"continued"} and not figures.unexplained, figures

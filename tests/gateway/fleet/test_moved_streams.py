@@ -72,6 +72,11 @@ def undisturbed(tokens: int, count: int) -> list[str]:
         return [text_of(server.post("/v1/chat/completions", {"model": A, **question(number)})) for number in range(count)]
 
 
+def in_flight(one: Controlled, server: Simulated) -> int:
+    """Return the requests in flight on a server."""
+    return next(int(each["in_flight"]) for each in one.status(A)["servers"] if each["name"] == server.url)
+
+
 def continued(one: Controlled, cause: str) -> int:
     """Return how many streams were continued for a cause. None may have failed."""
     found = {series.labels[2:]: value[0] for series, value in one.report.series().items() if series.family == "continuations_total"}

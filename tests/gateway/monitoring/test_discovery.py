@@ -8,8 +8,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gateway.admin.status_view import status_view
 from gateway.telemetry.metrics import Series
+from tests.gateway.fleet import test_moved_streams as moved_streams
 from tests.support.controlled import Controlled, controlled
 from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
 from tests.support.process import configuration as whole
@@ -220,6 +223,29 @@ async def test_a_stream_continues_when_its_server_is_removed(tmp_path: Path) -> 
             reply = await stream
             assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n")
             await until(lambda: Series("server_inflight", (MODEL, gone)) not in one.report.series())
+
+
+@pytest.mark.parametrize("sleep", [True, False], ids=["preStop sleep", "stopped at once"])
+async def test_the_streams_of_a_terminating_pod_move_to_other_pods(tmp_path: Path, sleep: bool) -> None:
+    """A pod that sleeps before its stop signal has no streams then. Otherwise vLLM aborts them, and they continue elsewhere too."""
+    (tmp_path / "pod").mkdir()
+    with moved_streams.simulated(200, 10, 10) as servers:
+        async with kubernetes_api(tmp_path / "pod") as api:
+            for name, server in zip("ab", servers, strict=True):
+                await api.put(slice_of(name, [endpoint(HOSTS[0])], ("http", server.port)))
+            model = found(id=moved_streams.A, move_after="200ms", balance="round_robin")
+            async with controlled(tmp_path, model, cluster=api.cluster) as one:
+                tasks = await moved_streams.streams(one, 6)
+                terminating = endpoint(HOSTS[0], ready=False, terminating=True)
+                await api.put(slice_of("a", [terminating], ("http", servers[0].port)))
+                if sleep:
+                    await until(lambda: moved_streams.in_flight(one, servers[0]) == 0, moved_streams.LONG)
+                servers[0].process.terminate()
+                await api.remove("a")
+                replies = await asyncio.gather(*tasks)
+                assert [moved_streams.text_of(reply) for reply in replies] == moved_streams.undisturbed(200, 6)
+                causes = {cause: moved_streams.continued(one, cause) for cause in ("moved", "aborted", "disconnected")}
+                assert 0 < sum(causes.values()) <= 3 and (not sleep or causes["moved"] == sum(causes.values())), causes
 
 
 async def test_a_refusal_is_reported_and_the_gateway_is_ready_for_its_other_models(tmp_path: Path) -> None:
