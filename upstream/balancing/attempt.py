@@ -46,7 +46,7 @@ from upstream.http.response_head import Headers
 MAX_ATTEMPTS = 2
 MAX_PREEMPTIONS = 2
 """How often one request may be preempted, so that it is served in the end."""
-_JOIN = 16 * 1024  # bytes up to which copying a body behind its headers is cheaper than a second write
+_JOIN = 16 * 1024  # bytes up to which copying a body after its headers is cheaper than a second write
 _MAX_PENDING = 1024 * 1024  # bytes of a response that may wait for their reader before the server is paused
 
 Compose = Callable[[Server], tuple[bytes, bytes]]
@@ -474,11 +474,10 @@ class Attempt:
             server.record_failure(error)
 
     def _end_preempted(self) -> None:
-        """Release the slot and everything else, as if the request had not been sent."""
+        """Forget the server, as if the request had not been sent."""
         self.tried.clear()
         if self.facts.prompt is not None and self.facts.prompt.placement is not None:
             self.facts.prompt.placement.finished()
-        self._release()
 
     def may_resend(self, error: UpstreamError, *, streamed: bool) -> bool:
         """Record a failure, release its server, and return whether the request may be sent again. Nothing was sent to the client so far.

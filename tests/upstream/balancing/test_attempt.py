@@ -40,6 +40,7 @@ from upstream.http.errors import (
     IdleTimeout,
     LocalLimit,
     Moved,
+    Preempted,
     StaleConnection,
     TotalTimeout,
     Unresponsive,
@@ -1281,3 +1282,65 @@ async def test_the_policy_learns_when_the_response_begins() -> None:
             script.texts.put_nowait(b"a")
             await sending
             assert sum(each.waiting for each in policy.model.servers.values()) == 0
+
+
+async def test_a_response_is_read_in_pieces_to_its_end() -> None:
+    async with begun(b"a") as (_, script, response):
+        response.on_body(b"b")
+        response.pause()
+        assert await response.read_some() == b"ab"
+        assert not response.paused
+        reading = asyncio.create_task(response.read_some())
+        script.texts.put_nowait(b"c")
+        assert await reading == b"c"
+        with response.movable():
+            assert response._server.movable == {response}
+        assert not response._server.movable
+        script.texts.put_nowait(b"")
+        assert await response.read_some() == b""
+
+
+async def test_an_attempt_avoids_the_servers_of_the_one_that_it_replaces() -> None:
+    async with scripted(respond) as server, way(server.port, server.port) as one:
+        with Attempt(one.pool, one.timeouts, one.deadlines, RequestFacts(affinity_key=1)) as lost:
+            await (await lost.send(compose)).wait_complete()
+        await one.request()  # the next server by the policy is the lost one
+        with one.attempt() as attempt:
+            attempt.replace(lost)
+            await (await attempt.send(compose)).wait_complete()
+        assert last(attempt) != last(lost)
+        assert attempt.failures is lost.failures and (attempt.composed_at, attempt.facts) == (lost.composed_at, lost.facts)
+
+
+@pytest.mark.parametrize(("has_prompt", "is_placed"), [(False, False), (True, False), (True, True)])
+async def test_a_preempted_request_is_sent_again_as_if_it_had_not_been_sent(has_prompt: bool, is_placed: bool) -> None:
+    script = Stepwise()
+    async with scripted(script) as server, way(server.port) as one:
+        policy: Cost[Server] = Cost(one.servers)
+        pool = Pool(one.servers, policy) if is_placed else one.pool
+        facts = RequestFacts(prompt=Prompt([1, 2, 3], 3 * BLOCK_BYTES, stream=True) if has_prompt else None)
+        with Attempt(pool, one.timeouts, one.deadlines, facts, resends=True) as attempt:
+            for number in range(2):
+                assert attempt.preemptible_for(0) is False and attempt.sent_at == 0.0
+                sending = asyncio.create_task(attempt.send(compose))
+                await until(lambda: attempt.preemptible_for(0))
+                assert attempt.sent_at > 0.0
+                attempt.preempt()
+                with pytest.raises(Preempted):
+                    await sending
+                assert attempt.preemptions == number + 1 and not attempt.tried and not attempt.failures
+                assert sum(each.waiting for each in policy.model.servers.values()) == 0
+                one.check()
+            sending = asyncio.create_task(attempt.send(compose))
+            await until(lambda: one.servers[0].movable)
+            assert attempt.preemptible_for(0) is False, "it was preempted twice"
+            script.texts.put_nowait(b"a")
+            await sending
+            assert not one.servers[0].movable
+
+
+async def test_a_request_whose_response_has_begun_is_not_preempted() -> None:
+    async with scripted(respond) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            await attempt.send(compose)
+            assert not attempt.preemptible_for(0)
