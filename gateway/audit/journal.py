@@ -180,7 +180,7 @@ def _last_lines(fd: int, size: int) -> list[bytes]:
 
 
 def _write_at_end(fd: int, data: bytes, size: int) -> None:
-    """Write data behind ``size`` bytes, and sync it. Raises OSError, and then the file has its former size."""
+    """Write data after ``size`` bytes, and sync it. Raises OSError, and then the file has its former size."""
     try:
         left, at = memoryview(data), size
         while left:

@@ -68,7 +68,7 @@ def verify_log(log: Where, keys: Sequence[bytes], texts: Sequence[str] = (), old
 
     May take as long as the disk, ``seconds`` at most. Raises TooLongError, OSError and DatabaseUnavailableError.
     """
-    stored = checkpoint_file(log.folder)  # read first: entries that are added meanwhile are behind it
+    stored = checkpoint_file(log.folder)  # read first: entries that are added meanwhile come after it
     known = [*texts, *([stored.read_text("ascii", "replace")] if stored.exists() else [])]
     expected = [checkpoint for text in known for key in keys for checkpoint in signed_checkpoints(text, key)]
     return verify(_in_time(log_lines(log, older), seconds), keys, expected)

@@ -83,7 +83,7 @@ def _server_url(value: str) -> str:
     try:
         Address.parse(value)
     except ValueError as error:
-        # urlsplit's message for a bad port repeat the text, which may be a password
+        # urlsplit's message for a bad port repeats the text, which may be a password
         text = "the port is not a number from 0 to 65535" if str(error).startswith("Port") else str(error)
         raise ValueError(f"{text}; expected e.g. http://10.0.0.5:8000") from None
     return value

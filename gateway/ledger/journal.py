@@ -27,7 +27,7 @@ RING = 16 * 1024 * 1024
 SLOT, SLOTS = 1280, 8192
 """Bytes of a slot, and the number of slots for open requests. Only slots that were used take memory."""
 ROW_SIZE, TAIL_SIZE = 1024, 254
-"""Bytes of a slot for the row with length and checksum, and for the usage tail (``gateway.api.usage``) behind two bytes of its length."""
+"""Bytes of a slot for the row with length and checksum, and for the usage tail (``gateway.api.usage``) after two bytes of its length."""
 
 _MARKS = 64
 _APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT, _ROWS_APPENDED, _ROWS_RELEASED = range(7)

@@ -173,7 +173,7 @@ def _around(event: bytes, text: str) -> tuple[bytes, bytes] | None:
     """Return the bytes of an event before a text, and those from its quote; None if it is not written as vLLM writes it."""
     written = orjson.dumps(text)
     at = event.find(written) + 1
-    quote = at + len(written) - 2  # the one behind the text
+    quote = at + len(written) - 2  # the one after the text
     if at == 0 or TEXT.fullmatch(written, 1) is None or not event.endswith(EVENT_END, quote):
         return None
     return event[:at], event[quote:]

@@ -214,7 +214,7 @@ async def _forward_response(response: UpstreamResponse, upstream: UpstreamReques
     context.response_relay = response_relay = choose_relay(response, upstream)
     if isinstance(response_relay, EventRelay):
         if isinstance(upstream.body, FormBody):
-            context.stream = True  # a form says so somewhere behind its model
+            context.stream = True  # the form says so after its model
         if (ledger := context.worker.ledger) is not None:
             ledger.watch(upstream.request.id, response_relay)
     await response_relay.run()

@@ -93,7 +93,7 @@ class FastPath:
         text_start = line_size + start_size
         if data[:text_start] != line + start:
             return self._general_path(data)
-        # The text, and the template behind it, up to the end of the read.
+        # The text, and the template after it, up to the end of the read.
         text = _match_text(data, text_start)
         if text is None:
             return self._general_path(data)

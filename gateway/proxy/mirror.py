@@ -188,7 +188,7 @@ class _Events:
         try:
             events = self._splitter.feed(data)
         except EventTooLongError:
-            self._is_too_long = True  # a usage behind it is not known
+            self._is_too_long = True  # a usage after it is not known
             return
         if events.find(b'"usage"') >= 0:
             self._first, self._last = self._first or events, events

@@ -448,7 +448,7 @@ class EventRelay(ResponseRelay):
         if self._lacks_line_feed:
             events, self._lacks_line_feed = events.removeprefix(b"\n"), False
         separate = split(events)
-        left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
+        left = sum(not event.isspace() for event in separate)  # blank lines after an event are not an event
         if not left:
             self._forward_blank(self._behind_waiting(events))
             return

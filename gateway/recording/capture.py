@@ -1,7 +1,7 @@
 """Collect what one recorded request receives and is sent.
 
 The rule: a capture stores references and times, and does nothing else while the request is served. Bytes of the response are taken where
-they are written to the client, behind the fast path and all that changes events. So they are what the client got, framing included.
+they are written to the client, after the fast path and all that changes events. So they are what the client got, framing included.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
             receiver.on_read()
 
     def _read_head(self, data: bytes, receiver: Receiver) -> bytes | None:
-        """Read a status line and headers, after interim responses (1xx). Returns the bytes behind them.
+        """Read a status line and headers, after interim responses (1xx). Returns the bytes after them.
 
         If the headers are not complete, the bytes are stored. Returns None then. Raises ResponseHeadError.
         """

@@ -63,7 +63,7 @@ class RepeatedHeaders(Generic[Head]):
             end = data.find(b"\r\n", name + len(_LENGTH))
             digits = data[name + len(_LENGTH) : end].lstrip(b" \t")
             if not digits.isdigit():
-                return  # white space behind the digits
+                return  # white space after the digits
         self._before, self._digits, self._after = data[: end - len(digits)], digits, data[end:]
         self._start, self._tail = len(self._before), len(self._after)
         self._head = head

@@ -43,7 +43,7 @@ def may_begin_response(data: bytes | bytearray) -> bool:
 
 
 def trimmed(headers: dict[bytes, bytes], data: bytes) -> dict[bytes, bytes]:
-    """Return the headers of these bytes without white space behind their values (RFC 9110, section 5.5)."""
+    """Return the headers of these bytes without white space after their values (RFC 9110, section 5.5)."""
     if data.find(b" \r\n") < 0 and data.find(b"\t\r\n") < 0:
         return headers
     return {name: value.rstrip(b" \t") for name, value in headers.items()}

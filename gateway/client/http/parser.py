@@ -91,7 +91,7 @@ class HttpParser:
         """Bytes of a body with a length that are still to come."""
         self._chunks: ChunkedDecoder | None = None
         self.stored: bytes | bytearray = b""
-        """Bytes that have not been parsed: a part of a request line and headers, the rest of a body in many chunks, or bytes behind a
+        """Bytes that have not been parsed: a part of a request line and headers, the rest of a body in many chunks, or bytes after a
         request while the parser is blocked."""
         self._blank = 0
         """Bytes of empty lines before a request."""
@@ -148,7 +148,7 @@ class HttpParser:
         if end < 0:
             self._store_start(data[start:])
             return len(data)
-        end += 4  # behind them
+        end += 4  # after them
         if self.reading is not _HEAD:
             self.number += 1
         self._blank = 0
