@@ -207,6 +207,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("", "16", "17"): "Only whether the body is copied after the headers.",
             ("", "1024", "1025"): "A bound on memory, or whether a body is copied. The bytes are the same.",
             ("UpstreamResponse", "0", "1"): "Set before it is read.",
+            ("UpstreamResponse", "False", "True"): "Set before it is read.",
             ("UpstreamResponse", "b''", "b'x'"): "Set before it is read.",
             ("UpstreamResponse.on_body", "len(self.pending) > 1", "len(self.pending) >= 1"): "One read is smaller than the bound.",
             ("UpstreamResponse.on_body", "1", "2"): "Two reads are smaller than the bound.",
@@ -241,6 +242,12 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("Attempt._start", "True", "False"): "The body follows in the same event-loop iteration, and nothing is read between.",
             ("Attempt._release", "self._response = None", "pass"): "A response is released twice, which changes nothing.",
             ("Attempt._may_retry", "return False", "return None"): "Both are false.",
+        },
+        "gateway/continuation/plan.py": {
+            ("Plan", "True", "False"): "No code changes one.",
+        },
+        "gateway/continuation/token_record.py": {
+            ("_without_ids", "2", "3"): "An event ends with two line feeds, and not with three.",
         },
         "upstream/balancing/retry_budget.py": {
             ("RetryBudget.try_spend", "(now - self._since) / INTERVAL", "(now - self._since) * INTERVAL"): "The interval is one second.",

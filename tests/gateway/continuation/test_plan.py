@@ -40,6 +40,24 @@ def test_a_field_that_was_not_proved_needs_a_second_response() -> None:
     assert chat(temperature=0, n=2) == chat(temperature=0, presence_penalty=1) == chat(temperature=0, return_token_ids=True) == AGAIN
 
 
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [
+        ("presence_penalty", 0, 0.1),
+        ("logprobs", False, True),
+        ("n", 1, 2),
+        ("stop", [], ["a"]),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("structured_outputs", None, {"choice": ["a"]}),
+        ("tool_choice", "auto", "required"),
+        ("include_reasoning", True, False),
+    ],
+)
+def test_a_field_with_its_default_changes_nothing(name: str, default: object, other: object) -> None:
+    assert chat(temperature=0, **{name: default}) == chat(temperature=0, **{name: None}) == BY_IDS
+    assert chat(temperature=0, **{name: other}) == AGAIN
+
+
 def test_a_chat_needs_the_routes_for_token_ids() -> None:
     assert chat(temperature=0, scale_out=False) == AGAIN
     assert plan_of({"model": "m", "prompt": "p", "temperature": 0}, Dialect.COMPLETIONS, Resume.EXACT, lambda: False) == BY_IDS

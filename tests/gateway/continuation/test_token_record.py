@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,17 @@ def test_large_token_ids_are_recorded(ids: list[int]) -> None:
     assert list(record.ids) == [1, *ids, 2]
 
 
-@pytest.mark.parametrize("ids", [[2**63], list(range(70_000))])
+def test_the_bytes_around_the_ids_stay_as_the_server_wrote_them() -> None:
+    document = chunk({"content": "a"}, [1])
+    written = b"data: " + json.dumps(document).encode() + b"\n\n"
+    assert TokenRecord(Dialect.CHAT, unlimited).take(written, document) == written.replace(b"[1]", b"null")
+
+
+def test_the_largest_event_is_recorded() -> None:
+    assert len(recorded([chunk({"content": "a"}, [1] * 0xFFFF)]).ids) == 0xFFFF
+
+
+@pytest.mark.parametrize("ids", [[2**63], [1] * (0xFFFF + 1)])
 def test_what_is_no_vocabulary_ends_the_record(ids: list[int]) -> None:
     record = recorded([chunk({"content": "a"}, [1]), chunk({"content": "b"}, ids), chunk({"content": "c"}, [2])])
     assert not record.is_usable
