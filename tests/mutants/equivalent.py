@@ -246,6 +246,13 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/continuation/plan.py": {
             ("Plan", "True", "False"): "No code changes one.",
         },
+        "gateway/continuation/sent_text.py": {
+            ("", "16", "17"): "How much memory is reserved at a time.",
+            ("", "1", "2"): "Any group that no choice has.",
+        },
+        "gateway/proxy/recorded_chunks.py": {
+            ("TokenRecorder.write", "usage >= 0", "usage > 0"): "The choice is closed before the usage starts.",
+        },
         "gateway/continuation/token_record.py": {
             ("_without_ids", "2", "3"): "An event ends with two line feeds, and not with three.",
         },

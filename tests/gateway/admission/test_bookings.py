@@ -56,7 +56,7 @@ def test_a_booking_expires_and_keeps_its_flow_until_then() -> None:
 
 
 def test_the_latest_booking_of_the_flow_with_the_most_gives_way() -> None:
-    bookings, (heavy, light) = Bookings(unshared()), flows_of(1.0, 1.0)
+    bookings, (heavy, light) = Bookings(unshared()), flows_of(1.0, 4.0)
     for after in (1.0, 2.0, 3.0):
         assert booked(bookings, heavy, after, most=3) is None
     gone = booked(bookings, light, 9.0, most=3)

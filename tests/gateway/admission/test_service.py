@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.service import SeenTokens, ServiceWeights, TokenCells, Tokens, UsualUse
+from gateway.admission.service import KeyUse, SeenTokens, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.api.usage import Usage
 
 
@@ -90,3 +90,12 @@ def test_each_token_is_charged_once(requests: list[tuple[bool, int, int]]) -> No
         counters.completion[0] += completion
         charged += sum(key.take_unseen())
     assert charged == sum(prompt + completion for _, prompt, completion in requests)
+
+
+def test_a_key_has_its_own_use_that_in_other_workers_and_the_usual_one() -> None:
+    own, peer, everyone = cells(), cells(), UsualUse()
+    use = KeyUse([own], [peer], everyone)
+    own.prompt[0] += 1
+    peer.completion[0] += 2
+    everyone.learn(Tokens(10, 30), 100)
+    assert (use.own.take_unseen(), use.peers.take_unseen(), use.usual.estimate(100)) == ((1, 0), (0, 2), (10, 30))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,6 +233,31 @@ def test_a_choice_that_is_far_ahead_of_the_others_is_not_held_without_limit(monk
     assert one.feed(more) == b""
     with pytest.raises(DifferentError, match="ahead"):
         one.feed(more)
+
+
+def chunk(**choice: Any) -> dict[str, Any]:
+    return {"id": "1", "choices": [{"index": 0, "finish_reason": None, **choice}]}
+
+
+@pytest.mark.parametrize(
+    ("sent", "more", "rest"),
+    [
+        (
+            {"delta": {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}]}},
+            {"finish_reason": "tool_calls"},
+            {"delta": {}},
+        ),
+        ({"text": "", "logprobs": {"tokens": ["a"]}}, {}, None),
+        ({"text": "", "logprobs": {"tokens": ["a"]}}, {"text": "b"}, {"text": "b", "logprobs": {"tokens": []}}),
+    ],
+    ids=["a call", "entries", "a text after entries"],
+)
+def test_what_was_sent_is_left_out_of_an_event(sent: dict[str, Any], more: dict[str, Any], rest: dict[str, Any] | None) -> None:
+    dialect = Dialect.CHAT if "delta" in sent else Dialect.COMPLETIONS
+    record = SentText(dialect, lambda _: True)
+    record.take(b"", chunk(**sent))
+    found = Regeneration(record, dialect).feed(b"data: %b\n\n" % orjson.dumps(chunk(**(sent | more))))
+    assert found == (b"" if rest is None else b"data: %b\n\n" % orjson.dumps(chunk(**(sent | more | rest))))
 
 
 def test_without_a_record_nothing_is_continued() -> None:

@@ -168,8 +168,9 @@ async def test_a_sampled_stream_ends_as_before(servers: list[Simulated], resume:
 async def test_a_stream_of_a_silent_server_is_equal(servers: list[Simulated]) -> None:
     async with stage(servers, timeouts=Timeouts(idle=2.0)) as one:
         for name in ("tools", "completion"):
+            undisturbed = await one.expected(name)
             outcome = await one.run(name, Cut(5, closes=False))
-            check(outcome, await one.expected(name))
+            check(outcome, undisturbed)
             assert outcome.record.continuations[0].cause == "idle_timeout"
 
 
