@@ -1300,7 +1300,7 @@ async def test_a_response_is_read_in_pieces_to_its_end() -> None:
         assert await response.read_some() == b""
 
 
-async def test_an_attempt_avoids_the_servers_of_the_one_that_it_replaces() -> None:
+async def test_an_attempt_avoids_the_servers_of_the_attempt_before() -> None:
     async with scripted(respond) as server, way(server.port, server.port) as one:
         with Attempt(one.pool, one.timeouts, one.deadlines, RequestFacts(affinity_key=1)) as lost:
             await (await lost.send(compose)).wait_complete()
