@@ -256,6 +256,15 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/continuation/token_record.py": {
             ("_without_ids", "2", "3"): "An event ends with two line feeds, and not with three.",
         },
+        "gateway/admission/fair_queue.py": {
+            ("Flow.__init__", "self.tag = 0.0", "pass"): "Set before it is read.",
+            ("Flow.earlier", "since < 2 * PAUSE", "since <= 2 * PAUSE"): "The clock has more digits than the bound.",
+            (
+                "Flow.order_by_deadline",
+                "2 * len(self.requests) + _SPARE",
+                "2 * len(self.requests) - _SPARE",
+            ): "Only when entries that are out of date are freed.",
+        },
         "upstream/balancing/retry_budget.py": {
             ("RetryBudget.try_spend", "(now - self._since) / INTERVAL", "(now - self._since) * INTERVAL"): "The interval is one second.",
         },

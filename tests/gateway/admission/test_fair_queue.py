@@ -521,3 +521,35 @@ def test_pairs_of_keys_that_keep_waiting_differ_by_one_request_each() -> None:
     served = served_by(FairQueue(), {name: [Share(name, weight)] for name, weight in weights.items()}, 999, {})
     for one, other in combinations(weights, 2):
         assert abs(served[one] / weights[one] - served[other] / weights[other]) <= 1 / weights[one] + 1 / weights[other] + 1e-9
+
+
+# Deadlines
+
+
+def test_the_requests_of_a_leaf_are_ordered_by_deadline_once_one_has_a_deadline() -> None:
+    queue, dice = FairQueue[Item](), Random(1)
+    queue.longest_wait = 60.0
+    leaf = queue.leaf([Share("a", 1.0)])
+    deadlines = {("a", number): float(60 + number) for number in range(3)}
+    for number in range(3):
+        queue.put(("a", number), leaf, number, number)
+    for number in range(3, 400):
+        deadlines["a", number] = dice.uniform(number, number + 60.0)
+        queue.put(("a", number), leaf, number, number, deadlines["a", number])
+        if number % 8:
+            item = dice.choice(list(deadlines))
+            queue.remove(item, leaf, number)
+            del deadlines[item]
+        assert leaf.first == min(deadlines, key=deadlines.__getitem__)
+    assert len(leaf._by_deadline) <= 4 * len(deadlines)
+    assert [queue.pop(400.0)[0] for _ in range(len(queue))] == sorted(deadlines, key=deadlines.__getitem__)
+    assert not queue.waits_up_to(math.inf)
+
+
+def test_the_expected_service_of_a_leaf_is_that_of_the_flows_above_it_too() -> None:
+    queue = FairQueue[Item]()
+    leaf = queue.leaf([Share("team", 1.0), Share("a", 1.0)])
+    leaf.expect(2.0)
+    leaf.expect(-0.5)
+    assert leaf.parent is not None
+    assert leaf.backlog == leaf.parent.backlog == 1.5
