@@ -53,9 +53,11 @@ def test_a_field_that_was_not_proved_needs_a_second_response() -> None:
         ("include_reasoning", True, False),
     ],
 )
-def test_a_field_with_its_default_changes_nothing(name: str, default: object, other: object) -> None:
-    assert chat(temperature=0, **{name: default}) == chat(temperature=0, **{name: None}) == BY_IDS
-    assert chat(temperature=0, **{name: other}) == AGAIN
+def test_a_field_with_its_default_changes_nothing(name: str, default: Any, other: Any) -> None:
+    fields: dict[str, Any] = {name: default}
+    assert chat(temperature=0, **fields) == BY_IDS
+    assert chat(temperature=0, **fields | {name: None}) == BY_IDS
+    assert chat(temperature=0, **fields | {name: other}) == AGAIN
 
 
 def test_a_chat_needs_the_routes_for_token_ids() -> None:
