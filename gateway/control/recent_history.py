@@ -63,41 +63,40 @@ def sampled(
 ) -> Sample:
     """Return the sample of the families in ``FAMILIES_READ``. ``more`` are further counters by minute."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float, more)
-    outcomes, gauges, buckets = [0.0, 0.0, 0.0], {"inflight_requests": 0.0, "queued_requests": 0.0}, [0.0] * len(_FIRST_TOKEN)
+    outcomes, buckets, in_flight, queued = [0.0, 0.0, 0.0], [0.0] * len(_FIRST_TOKEN), 0.0, 0.0
     for each, values in series.items():
         label, value = each.labels[0] if each.labels else "", values[0]
-        if each.family == "requests_total":
-            outcome = _outcome(each.labels[2])
-            outcomes[outcome] += value
-            counts["requests", label] += value
-            if outcome == 2:
-                counts["failures", label] += value
-            elif outcome == 1 and each.labels[1] in ENDPOINTS:  # single requests of other routes are not stored
-                counts["rejected", label] += value
-        elif each.family == "incomplete_total":
-            if each.labels[1] != "client":  # its status was sent before, so it counts as succeeded
+        match each.family:
+            case "requests_total":
+                outcome = _outcome(each.labels[2])
+                outcomes[outcome] += value
+                counts["requests", label] += value
+                if outcome == 2:
+                    counts["failures", label] += value
+                elif outcome == 1 and each.labels[1] in ENDPOINTS:  # single requests of other routes are not stored
+                    counts["rejected", label] += value
+            case "incomplete_total" if each.labels[1] != "client":  # its status was sent before, so it counts as succeeded
                 outcomes[0] -= value
                 outcomes[2] += value
                 counts["failures", label] += value
-        elif each.family in gauges:
-            gauges[each.family] += value
-            if each.family == "queued_requests":
+            case "inflight_requests":
+                in_flight += value
+            case "queued_requests":
+                queued += value
                 counts["queued", label] += value
-        elif each.family == "auth_failures_total":
-            counts["auth_failures", label] += value
-        elif each.family == "continuations_total":
-            counts["continuations", label] += value
-            counts["not_continued", label] += value * (each.labels[3] != "continued")
-        else:
-            for number in range(len(buckets)):
-                buckets[number] += values[number]
-            streams = sum(values[:-1])
-            counts["streams", label] += streams
-            counts["late", label] += streams - sum(values[: _FIRST_TOKEN.index(LATE) + 1])
+            case "auth_failures_total":
+                counts["auth_failures", label] += value
+            case "continuations_total":
+                counts["continuations", label] += value
+                counts["not_continued", label] += value * (each.labels[3] != "continued")
+            case "time_to_first_token_seconds":
+                buckets = [total + count for total, count in zip(buckets, values, strict=False)]
+                streams = sum(values[:-1])
+                counts["streams", label] += streams
+                counts["late", label] += streams - sum(values[: _FIRST_TOKEN.index(LATE) + 1])
     tokens_at, by_model = tokens or (at, {})
     total = ModelTokens(sum(each.prompt for each in by_model.values()), sum(each.completion for each in by_model.values()))
-    first, queued = tuple(buckets), gauges["queued_requests"]
-    return Sample(at, (outcomes[0], outcomes[1], outcomes[2]), total, tokens_at, gauges["inflight_requests"], queued, first, counts)
+    return Sample(at, (outcomes[0], outcomes[1], outcomes[2]), total, tokens_at, in_flight, queued, tuple(buckets), counts)
 
 
 def _outcome(code: str) -> int:

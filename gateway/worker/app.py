@@ -125,20 +125,10 @@ class WorkerApp:
 
     async def _dispatch(self, request: Request) -> Response:
         """Serve the model lists, of the gateway and of instance URLs, the version and the API reference. Raises Refusal for other paths."""
-        active = self._worker.active
-        path = _raw_path(request)
-        if active.snapshot.sessions is not None and (endpoint := endpoint_of(path)) is not None:
-            request.state.endpoint = endpoint
-            if endpoint == SESSION:
-                _require_method(request, "GET")
-                return self._session(request, active.snapshot.sessions)
-            return await self.page_requests.respond(request, self._client(request.scope))
-        if active.snapshot.sessions is not None and (endpoint := self_service.endpoint_of(path)) is not None:
-            request.state.endpoint = endpoint
-            if endpoint in self_service.FOR_KEYS and ("authorization" in request.headers or "x-api-key" in request.headers):
-                _require_method(request, "GET")
-                return await self._pages[endpoint.replace(self_service.PREFIX, "/v1")](request)
-            return await self.page_requests.respond(request, self._client(request.scope))
+        active, path = self._worker.active, _raw_path(request)
+        rules = active.snapshot.sessions
+        if rules is not None and (response := await self._of_person(request, path, rules)) is not None:
+            return response
         root, mark, rest = path.partition(_MODELS)
         mounted = active.catalog.mounted(root + _MODELS, _MODELS) if root else None
         lists = mark and (not root or mounted is not None) and (not rest or rest.startswith("/"))
@@ -162,6 +152,20 @@ class WorkerApp:
             _require_method(request, "GET")
             return (await run_in_threadpool(lambda: self._reference))[path]
         raise unserved(request.method, path)
+
+    async def _of_person(self, request: Request, path: str, rules: SessionRules) -> Response | None:
+        """Respond for sign-in and self-service; None for other paths. Raises Refusal."""
+        endpoint, own = endpoint_of(path), self_service.endpoint_of(path)
+        if endpoint is None and own is None:
+            return None
+        request.state.endpoint = endpoint or own
+        if endpoint == SESSION:
+            _require_method(request, "GET")
+            return self._session(request, rules)
+        if own in self_service.FOR_KEYS and ("authorization" in request.headers or "x-api-key" in request.headers):
+            _require_method(request, "GET")
+            return await self._pages[own.replace(self_service.PREFIX, "/v1")](request)
+        return await self.page_requests.respond(request, self._client(request.scope))
 
     def _session(self, request: Request, rules: SessionRules) -> Response:
         """Return the person of the session. Raises Refusal."""
