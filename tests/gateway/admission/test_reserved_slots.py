@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.reserved_slots import AdaptiveSlots, MeasuredStream, Progress, ReservedSlots
+from gateway.admission.reserved_slots import AdaptiveSlots, ClassSlots, MeasuredStream, Progress, ReservedSlots
 from gateway.snapshot.snapshot import AUTO, Model, QueueClass, Slo, Snapshot
 from tests.faults.invariants import unharmed
 from tests.gateway.admission.test_queue_full_servers import bounded, held, queued, request_from, send_requests
@@ -106,7 +106,36 @@ def test_a_single_miss_decides_nothing(times: int, missed: int, expected: int) -
     assert slots.open == expected
 
 
+def test_a_higher_limit_lets_more_slots_open() -> None:
+    slots = AdaptiveSlots(8)
+    slots.bound(16)
+    for now in range(20):
+        slots.decide(float(now), 0.0)
+    assert slots.open == 16
+    slots.bound(4)
+    assert slots.open == 4
+
+
+def test_misses_while_more_slots_are_used_than_are_open_decide_nothing() -> None:
+    slots = AdaptiveSlots(31)
+    slots.note(20, 20)
+    slots.decide(0.0, 1.5)
+    assert slots.open == 15
+    slots.decide(1.0, 0.0)
+    assert slots.open == 16
+
+
 # The measurement
+
+
+def test_the_ratio_to_the_objective_is_a_moving_mean() -> None:
+    ratio, progress = [0.0], [Progress(1.0, 1.0, 1)]
+    slots = ClassSlots(8, QueueClass("chat", reserved_slots=AUTO), Slo(itl=0.5), [0.0], {"itl": ratio})
+    stream = MeasuredStream(0.0, lambda: progress[-1])
+    for last, expected in ((1.0, 0.0), (1.25, 0.5), (2.25, 0.8 * 0.5 + 0.2 * 2.0)):
+        progress.append(Progress(1.0, last, len(progress)))
+        slots.measure(stream, last)
+        assert ratio[0] == pytest.approx(expected)
 
 
 @asynccontextmanager
@@ -175,8 +204,8 @@ def test_the_parts_of_the_workers_add_up(limit: int, workers: int, share: float)
 
 @pytest.mark.parametrize(("reserved", "expected"), [(4, [60, 6, 1, 28]), (AUTO, [31, 9, 1, 1])])
 def test_the_slots_follow_a_limit_that_changes(reserved: int | Literal["auto"], expected: list[int]) -> None:
-    [server] = servers(1, 64)
-    slots = ReservedSlots(Metrics())
+    [server], metrics = servers(1, 64), Metrics()
+    slots = ReservedSlots(metrics)
     model = Model("m", (server.spec,), max_inflight=64, has_auto_max_inflight=True, slo=Slo(ttft=1.0))
     slots.apply_snapshot(Snapshot(1, (), (model,), classes=(QueueClass("chat", reserved_slots=reserved),)), {server.name: server}, 0)
     opened = []
@@ -184,6 +213,7 @@ def test_the_slots_follow_a_limit_that_changes(reserved: int | Literal["auto"], 
         server.set_limit(limit)
         slots.apply()
         opened.append(server.open_to(0))
+        assert metrics.cells("open_slots", "m", "chat", "0")[0] == opened[-1]
     assert opened == expected
 
 
@@ -208,7 +238,7 @@ def test_a_worker_opens_at_most_one_step_more_than_the_least_of_the_others() -> 
     peers[0] = 5
     for now in range(2, 6):
         slots.tick(float(now))
-    assert opened.open == 6
+    assert (opened.open, server.open_to(0)) == (6, 3)
     peers[0] = 1
     slots.tick(10.0)
     assert opened.open == 2
