@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Literal
 
@@ -123,6 +123,9 @@ def test_misses_while_more_slots_are_used_than_are_open_decide_nothing() -> None
     assert slots.open == 15
     slots.decide(1.0, 0.0)
     assert slots.open == 16
+    slots.note(20, 20)
+    slots.decide(2.0, 1.0)
+    assert slots.open == 12, "a miss after an increase that was no probe"
 
 
 # The measurement
@@ -215,6 +218,21 @@ def test_the_slots_follow_a_limit_that_changes(reserved: int | Literal["auto"], 
         opened.append(server.open_to(0))
         assert metrics.cells("open_slots", "m", "chat", "0")[0] == opened[-1]
     assert opened == expected
+
+
+def test_each_worker_is_guaranteed_a_part_of_the_open_slots_only() -> None:
+    class Shared(Server):
+        parts: Sequence[int] = ()
+
+        def guarantee(self, parts: Sequence[int]) -> None:
+            self.parts = parts
+
+    model = Model("m", (ServerSpec("s", Address(port=1), "m"),), max_inflight=33)
+    server = Shared(model.servers[0])
+    server.limit = 33
+    snapshot = Snapshot(1, (), (model,), workers=2, classes=(QueueClass("chat", reserved_slots=4),))
+    ReservedSlots(Metrics()).apply_snapshot(snapshot, {"s": server}, 0)
+    assert list(server.parts) == [15, 14]
 
 
 def test_a_worker_opens_at_most_one_step_more_than_the_least_of_the_others() -> None:
