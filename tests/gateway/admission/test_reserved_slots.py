@@ -132,8 +132,8 @@ def test_misses_while_more_slots_are_used_than_are_open_decide_nothing() -> None
 
 
 def test_the_ratio_to_the_objective_is_a_moving_mean() -> None:
-    ratio, progress = [0.0], [Progress(1.0, 1.0, 1)]
-    slots = ClassSlots(8, QueueClass("chat", reserved_slots=AUTO), Slo(itl=0.5), [0.0], {"itl": ratio})
+    ratio, progress = memoryview(bytearray(8)).cast("d"), [Progress(1.0, 1.0, 1)]
+    slots = ClassSlots(8, QueueClass("chat", reserved_slots=AUTO), Slo(itl=0.5), memoryview(bytearray(8)).cast("d"), {"itl": ratio})
     stream = MeasuredStream(0.0, lambda: progress[-1])
     for last, expected in ((1.0, 0.0), (1.25, 0.5), (2.25, 0.8 * 0.5 + 0.2 * 2.0)):
         progress.append(Progress(1.0, last, len(progress)))
