@@ -45,6 +45,8 @@ MEMORY = 60.0
 """Seconds without a request after which the debt of a flow is forgotten."""
 CANDIDATES = 16
 """The leaves from which a caller may choose."""
+MANY = 256
+"""Flows below one flow, such as the end users of a key, from which those without a claim or a debt are forgotten early."""
 _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besides as many as are up to date
 
 
@@ -68,8 +70,8 @@ class Flow(Generic[T]):
     """One node of the tree. Only a leaf has requests, each with the time since which it has waited."""
 
     __slots__ = (
-        "_by_deadline", "_entries", "_entry", "_heap", "_older", "_past", "_queued_tag", "_rotated_at", "active_at", "backlog", "booked",
-        "children", "in_flight", "name", "now", "parent", "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
+        "_by_deadline", "_entries", "_entry", "_heap", "_many", "_older", "_past", "_queued_tag", "_rotated_at", "active_at", "backlog",
+        "booked", "children", "in_flight", "name", "now", "parent", "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
@@ -94,6 +96,7 @@ class Flow(Generic[T]):
         """When it last had a waiting request, or was charged."""
         self.now = 0.0
         """The virtual time of its children: the largest tag at which a child was served."""
+        self._many = MANY  # the number of its children at which ``forget_some`` looks at them again
         self._entry = 0  # the number of its valid entry in the heap of its parent
         self._queued_tag = 0.0  # the tag of that entry: at most its own
         self._entries = 0  # the number of entries that its own heap has had
@@ -101,6 +104,11 @@ class Flow(Generic[T]):
         self._by_deadline: list[tuple[float, int, T]] = []  # a heap of its requests if any has a deadline, and of removed ones
         self._past = self._older = 0.0  # the virtual time at the last two rotations
         self._rotated_at = -inf
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request, a booking or another flow needs it."""
+        return bool(self.waiting or self.children or self.in_flight or self.booked)
 
     @property
     def settled(self) -> float:
@@ -420,6 +428,12 @@ class FairQueue(Generic[T]):
         """Remove the flows that have been idle for ``MEMORY`` seconds. Returns them."""
         return list(_forgotten(self._root, now))
 
+    def forget_some(self, flow: Flow[T]) -> None:
+        """Remove the idle flows without a debt directly below a flow that has many: a client may name any number of them."""
+        if len(flow.children) >= flow._many:
+            flow.children = {name: child for name, child in flow.children.items() if child.is_used or child.tag > flow.now}
+            flow._many = max(MANY, 2 * len(flow.children))
+
     def displaced_by(self, leaf: Flow[T]) -> T | None:
         """Return the request that a new request of this leaf would displace if the queue is full; None if the new one itself is refused.
 
@@ -447,6 +461,6 @@ def _forgotten(node: Flow[T], now: float) -> Iterator[Flow[T]]:
     """Remove the idle flows below a node, and yield them."""
     for child in tuple(node.children.values()):
         yield from _forgotten(child, now)
-        if not (child.waiting or child.children or child.in_flight or child.booked) and now - child.active_at > MEMORY:
+        if not child.is_used and now - child.active_at > MEMORY:
             del node.children[child.name]
             yield child

@@ -287,8 +287,9 @@ class ModelQueue:
                 raise none_healthy()
         now, request = monotonic(), slot.request
         flows = self.shares.flows_of(request.key, request.user, request.lowered_to, self._aged)
-        leaf = slot.leaf = self._waiting.leaf(flows.path)
         slot.key_flow = self._key_flow(flows)
+        self._waiting.forget_some(slot.key_flow.flow)
+        leaf = slot.leaf = self._waiting.leaf(flows.path)
         self._charge_unseen(slot.key_flow, now)
         self._check_deadline(slot, flows.class_name, now)
         if request.preempted_at is not None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import CANDIDATES, MEMORY, PAUSE, FairQueue, Flow, Share
+from gateway.admission.fair_queue import CANDIDATES, MANY, MEMORY, PAUSE, FairQueue, Flow, Share
 from gateway.snapshot.snapshot import weight_of
 from tests.support.examples import examples
 
@@ -501,6 +501,27 @@ def test_the_key_with_the_most_requests_gives_up_a_slot(
 ) -> None:
     queue = queue_of(waiting, **weights)
     assert queue.displaced_by(queue.leaf([Share(comes, weights.get(comes, 1.0))])) == yields
+
+
+def test_names_that_a_client_invents_do_not_pile_up_and_a_debt_stays() -> None:
+    """Refused requests, and clients that leave the queue, have flows without a request."""
+    queue = FairQueue[Item]()
+    key = queue.flow([Share("key", 1.0)])
+    for number in range(10 * MANY):
+        queue.forget_some(key)
+        leaf = queue.leaf([Share("key", 1.0), Share(f"user {number}", 1.0)])
+        if number < 3:
+            queue.put((leaf.name, number), leaf, number, 0.0)
+        elif number < 2 * MANY:
+            queue.put((leaf.name, number), leaf, number, 0.0)
+            queue.remove((leaf.name, number), leaf, 0.0)
+    assert len(key.children) <= MANY and len(queue) == 3
+    assert pop(queue, 5.0) == ("user 0", 0)
+    for number in range(2 * MANY):
+        queue.forget_some(key)
+        queue.leaf([Share("key", 1.0), Share(f"another {number}", 1.0)])
+    assert key.children["user 0"].tag == 5.0
+    assert {"user 1", "user 2"} <= key.children.keys()
 
 
 def test_a_team_of_many_keys_gives_up_a_slot_to_another_team() -> None:

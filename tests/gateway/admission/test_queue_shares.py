@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.admission.fair_queue import MANY
 from gateway.admission.service import ServiceWeights, Tokens
 from gateway.auth.keys import hash_of
 from gateway.snapshot.snapshot import Key, Queue, QueueClass, Slo
@@ -222,3 +224,22 @@ async def test_service_is_shared_by_weight_over_all_workers(tmp_path: Path, work
             await play(one.port, loads)
     first, second = (load.service for load in loads)
     assert first / second == pytest.approx(1, abs=0.05), f"{[load.ended for load in loads]} requests"
+
+
+async def test_refused_requests_of_invented_end_users_leave_few_flows() -> None:
+    async def hold(talk: Conversation) -> None:
+        await talk.closed_by_peer()
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(scripted(hold))
+        named = model(server.port, max_inflight=1, queue=Queue(size=1, wait=600.0))
+        served = await stack.enter_async_context(serving([named]))
+        busy, waiting, refused = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
+        for number, each in enumerate((busy, waiting)):
+            each.writer.write(request({**chat(), "user": f"holds {number}"}))
+        queue = served.context.queues._queues["tiny"]
+        await until(lambda: len(queue._waiting) == 1)
+        for number in range(2 * MANY):
+            refused.writer.write(request({**chat(), "user": f"user {number}"}))
+            await refused.reader.readuntil(b"}}")
+        assert max(len(key.flow.children) for key in queue._keys.values()) <= MANY
