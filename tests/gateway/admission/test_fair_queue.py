@@ -504,7 +504,7 @@ def test_the_key_with_the_most_requests_gives_up_a_slot(
 
 
 def test_names_that_a_client_invents_do_not_pile_up_and_a_debt_stays() -> None:
-    """Refused requests, and clients that leave the queue, have flows without a request."""
+    """Refused requests, and clients that disconnect have flows without a request."""
     queue = FairQueue[Item]()
     key = queue.flow([Share("key", 1.0)])
     for number in range(10 * MANY):
