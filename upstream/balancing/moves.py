@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from upstream.balancing.server import Condition, Server
 from upstream.http.errors import Moved, Unresponsive, UpstreamError
 
-SPREAD = 5.0
+SPREAD = 4.0
 """Seconds over which the responses of a drained server are moved."""
 SILENCE = 5.0
 """Seconds without a byte of any response after which the responses of a server that is down are moved."""
