@@ -298,8 +298,8 @@ AREAS: Mapping[str, Area] = MappingProxyType(
         "ejection": Area("Ejection", EJECTION),
         "settlement": Area("Settlement", SETTLEMENT),
         "limits": Area("Limits in memory", LIMITS, 250),
-        "continuation": Area("Continuation", CONTINUATION, 80),
-        "queues": Area("Queues", QUEUES, 80),
+        "continuation": Area("Continuation", CONTINUATION, 60),
+        "queues": Area("Queues", QUEUES, 60),
         "scripts": Area("Limits in Redis", LIMITS_IN_REDIS, 60),
     }
 )
