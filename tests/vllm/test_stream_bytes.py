@@ -58,7 +58,7 @@ def with_last_fingerprint(stream: bytes) -> bytes:
 
 FIRST_ERROR = "an error as the first event"
 CONTINUABLE = "a stream that may be [continued on another server](continuation.md)"
-"""The row of test_lost_streams, which compares the bytes of such streams: only a model with two servers has them."""
+"""The row of test_lost_streams, which compares their bytes: only a model with two servers has these streams."""
 DIFFERENCES: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {"`system_fingerprint` in a stream of several choices or prompts": with_last_fingerprint}
 )

@@ -46,13 +46,13 @@ def order(queue: FairQueue[Item]) -> str:
 
 def test_a_flow_whose_tags_are_lowered_by_its_lag_is_next_until_they_are_raised_again() -> None:
     queue = FairQueue[Item]()
-    leaves = {name: queue.leaf([Share("team " + name, 2.0), Share(name, 0.5)]) for name in "ab"}
+    flows = {name: queue.leaf([Share("team " + name, 2.0), Share(name, 0.5)]) for name in "ab"}
     for at, name in enumerate("aabb"):
-        queue.put((name, at), leaves[name], at, 0.0)
-    queue.charge(leaves["b"], 40.0, 0.0)
-    lag = queue.lag(leaves["b"])
-    assert (lag, queue.lag(leaves["a"])) == (40.0, 0.0)
-    queue.charge(leaves["b"], -lag - 1.0, 0.0)
+        queue.put((name, at), flows[name], at, 0.0)
+    queue.charge(flows["b"], 40.0, 0.0)
+    lag = queue.lag(flows["b"])
+    assert (lag, queue.lag(flows["a"])) == (40.0, 0.0)
+    queue.charge(flows["b"], -lag - 1.0, 0.0)
     item, leaf = queue.pop(0.0)
     queue.charge(leaf, lag + 1.0, 0.0)
     assert (item, order(queue)) == (("b", 2), "aab")
