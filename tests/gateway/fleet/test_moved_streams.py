@@ -118,16 +118,19 @@ async def test_a_server_out_of_rotation_gives_its_streams_away_and_a_request_wit
 
 
 async def test_the_streams_of_a_hung_engine_continue_elsewhere_and_not_twice(tmp_path: Path) -> None:
-    with simulated(60, 10, 10) as servers:
+    with simulated(200, 10, 10) as servers:
         async with controlled(tmp_path, external(servers)) as one:
-            tasks = await streams(one, 2)
+            tasks = await streams(one, 20)
+            on_stopped = in_flight(one, servers[0])
             os.kill(servers[0].process.pid, signal.SIGSTOP)
             try:
-                await until(lambda: continued(one, "unresponsive") == 1, LONG)
+                await until(lambda: in_flight(one, servers[0]) == 0, LONG)
             finally:
-                os.kill(servers[0].process.pid, signal.SIGCONT)
+                os.kill(servers[0].process.pid, signal.SIGCONT)  # it sends what it had computed, while the streams continue elsewhere
             replies = await asyncio.gather(*tasks)
-            assert [text_of(reply) for reply in replies] == undisturbed(60, 2)
+            assert [text_of(reply) for reply in replies] == undisturbed(200, 20)
+            sent_again = one.value("retries_total", A)  # they had no event yet
+            assert continued(one, "unresponsive") + sent_again == on_stopped > 0
 
 
 @pytest.mark.parametrize("resume", ["exact", False])
