@@ -51,7 +51,7 @@ def question(number: int) -> dict[str, Any]:
 
 
 async def streams(one: Controlled, count: int) -> list[asyncio.Task[httpx2.Response]]:
-    """Start streams that can be continued, and wait until each of them has an event."""
+    """Start streams that can be continued, and wait until all of them are in flight."""
     await until(lambda: all(probe.scale_out for probe in one.control.observer.observe().probes.values()))
     await one.wait_for_workers()
     tasks = [asyncio.create_task(one.request(A, **question(number))) for number in range(count)]
