@@ -40,6 +40,7 @@ LOAD_LIFETIME = 5.0
 _LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have: below that, other work decides the time
 _MEMORY = 0.9  # weight of the earlier observations against the next one
 _SLOWER = 1.02  # the most by which an observation counts as slower than the known speed if unknown prompts may have delayed it
+_FIRST = 4  # observations that prompts of others may have delayed, of which the fastest is the first known speed
 _OTHERS = 0.25  # requests of others for each one of this gateway above which their prompts delay its own
 _FOUND = 0.05  # weight of the next observation against the earlier ones
 _LEAST_CAPACITY = 64  # blocks
@@ -134,6 +135,7 @@ class ServerCost:
     _changes: deque[tuple[float, int]] = field(
         default_factory=partial(deque, maxlen=_CHANGES)
     )  # when in_flight changed, and its value before
+    _delayed: list[float] = field(default_factory=list)  # seconds per token while the speed is unknown, at most _FIRST
     _tokens: float = 0.0
     _seconds: float = 0.0
     _work: float = 0.0  # seconds of prompts; the share of earlier ones falls by 1/e in WINDOW
@@ -187,10 +189,17 @@ class ServerCost:
         """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds.
 
         ``is_shared``: it may have computed prompts of others in this time. Then slow observations count little: otherwise the server would
-        seem slower the more others use it.
+        seem slower the more others use it. The first one does not count alone: a server that seems slow gets few requests, so the error
+        would last. Prompts of others only delay, so the fastest of a few observations is closest to the server's speed.
         """
-        if is_shared and self.seconds_per_token is not None:
-            seconds = min(seconds, _SLOWER * self.seconds_per_token * tokens)
+        if is_shared:
+            if self.seconds_per_token is None:
+                self._delayed.append(seconds / tokens)
+                if len(self._delayed) < _FIRST:
+                    return
+                seconds = min(self._delayed) * tokens
+            else:
+                seconds = min(seconds, _SLOWER * self.seconds_per_token * tokens)
         self._tokens = _MEMORY * self._tokens + tokens
         self._seconds = _MEMORY * self._seconds + seconds
         self.seconds_per_token = self._seconds / self._tokens
@@ -347,7 +356,8 @@ class CostModel:
 
     def update_pace(self) -> None:
         """Update the speed that is assumed of a server without observations."""
-        self.pace = min(server.seconds_per_token for server in self.servers.values() if server.seconds_per_token is not None)
+        known = (server.seconds_per_token for server in self.servers.values() if server.seconds_per_token is not None)
+        self.pace = min(known, default=self.pace)
 
     def restarted(self, name: str) -> None:
         """Forget the cache of a server whose process is new, and the work of the earlier process."""

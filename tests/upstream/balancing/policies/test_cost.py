@@ -106,7 +106,7 @@ def test_prompts_of_other_workers_do_not_make_a_server_seem_slower() -> None:
             placement.finished(int(tokens), 0, 1)
         router.model.peer_finished("a", (), 1)
         router.clock.now += 20
-    assert router.model.servers["a"].seconds_per_token == 1 / tokens
+    assert router.model.servers["a"].seconds_per_token == pytest.approx(1 / tokens)
 
 
 def test_prompts_of_other_gateways_hardly_make_a_server_seem_slower() -> None:
@@ -116,6 +116,17 @@ def test_prompts_of_other_gateways_hardly_make_a_server_seem_slower() -> None:
         router.model.engine_load("a", EngineLoad(router.clock.now, 8, 0))
         router.serve(first, seconds=4.0)
     assert 1.0 < (router.model.servers["a"].seconds_per_token or 0.0) * LONG * BLOCK / 4 < 1.1
+
+
+def test_the_first_known_speed_beside_other_gateways_is_the_fastest_of_a_few() -> None:
+    router, tokens = Router("a"), LONG * BLOCK / 4
+    server, assumed = router.model.servers["a"], router.model.pace
+    for first, seconds in ((1000, 4.0), (2000, 3.0), (3000, 1.0), (4000, 2.0)):  # most wait for prompts of others
+        assert server.seconds_per_token is None and router.model.pace == assumed
+        router.model.engine_load("a", EngineLoad(router.clock.now, 8, 0))
+        router.serve(first, seconds=seconds)
+    assert server.seconds_per_token == pytest.approx(1 / tokens)
+    assert router.model.pace == server.seconds_per_token
 
 
 def test_a_server_that_others_crowd_is_avoided() -> None:
