@@ -261,7 +261,7 @@ async def stop_trial(one: Stage, body: Json, dice: random.Random) -> Outcome:
     stops = [whole[start : start + dice.choice((1, 2, 5, 12, 30))], whole[: dice.randrange(1, 40)] + "?"]
     body = {**body, "stop": stops, "include_stop_str_in_output": dice.random() < 1 / 3}
     undisturbed = await one.send(COMPLETIONS, body)
-    cuts = [cut_in(dice, len(undisturbed.events) - 1) for _ in range(dice.choice((1, 1, 2)))]
+    cuts = [cut_in(dice, max(len(undisturbed.events) - 1, 2)) for _ in range(dice.choice((1, 1, 2)))]
     outcome = await one.send(COMPLETIONS, body, *cuts)
     check(outcome, undisturbed, *cuts)
     assert {each.path for each in outcome.record.continuations} <= {"token_ids"}
