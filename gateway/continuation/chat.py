@@ -50,50 +50,39 @@ _decode_derendered = msgspec.json.Decoder(_Derendered).decode
 
 
 class _Search:
-    """Finds the token that ended a reasoning, among the tokens from the last group on that had a text of it.
+    """Finds the token with which a reasoning ended, in the last group of tokens that had a text of it.
 
-    The mark that ends a reasoning has no text, and a parser may keep back the spaces before it. So the group is derendered again after more
-    and more of these tokens: after the mark, it is no longer shown as reasoning. ``before``: the state before the group. ``made``: the
-    tokens of the response before it. ``count``: those that are part of the reasoning.
+    A parser shows the text of the group alone, and vLLM counts the tokens up to the mark that ends the reasoning.
     """
 
-    def __init__(self, before: Mapping[str, Any], made: int, count: int, group: list[int], later: list[int]) -> None:
-        self._before = before
-        self.made = made
-        self._first = count
-        self.group = group
-        self._tokens = [*group, *later]
-        self._least, self._most = 1, len(self._tokens) + 1
-
-    def add(self, tokens: list[int]) -> None:
-        """Add the next tokens of the response, which have no text of the reasoning."""
-        self._tokens += tokens
-        self._most += len(tokens)
+    def __init__(self, state: dict[str, Any], group: list[int], text: str) -> None:
+        self.state = state
+        self._group = group
+        self._text = text
+        self.least, self._most = 1, len(group)
 
     @property
     def is_found(self) -> bool:
-        """Whether ``count`` is known."""
-        return self._least >= self._most
+        """Whether the tokens before the end of the reasoning are known: ``least``."""
+        return self.least >= self._most
 
     @property
-    def count(self) -> int:
-        """The tokens of the reasoning."""
-        return self._first + self._least - 1
+    def surplus(self) -> int:
+        """The tokens of the group that are not part of the reasoning."""
+        return len(self._group) - self.least
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The state after which the group is derendered next."""
-        middle = (self._least + self._most) // 2
-        ids, lengths = self._before["output_token_ids"], self._before["output_chunk_lens"]
-        return {**self._before, "output_token_ids": [*ids, *self._tokens[:middle]], "output_chunk_lens": [*lengths, middle]}
+    def tokens(self) -> list[int]:
+        """The tokens to derender next."""
+        return self._group[: (self.least + self._most) // 2]
 
-    def narrow(self, *, reasons: bool) -> None:
-        """Note whether the group was shown as reasoning."""
-        middle = (self._least + self._most) // 2
-        if reasons:
-            self._least = middle + 1
-        else:
+    def narrow(self, text: object) -> None:
+        """Note the text of these tokens."""
+        middle = (self.least + self._most) // 2
+        if isinstance(text, str) and text.rstrip() == self._text.rstrip():  # a parser may drop the last space once the mark follows
             self._most = middle
+        else:
+            self.least = middle + 1
 
 
 class ContinuedChat:
@@ -101,19 +90,11 @@ class ContinuedChat:
 
     ``document`` is the request as its server got it. ``reasoning``: the tokens of the reasoning among the first ``counted`` tokens; None
     for a server without a reasoning parser. ``running``: each event has its usage. ``limit``: bytes of an incomplete event that may be
-    held. ``fingerprint``: of the servers, if it is known.
+    held.
     """
 
     def __init__(
-        self,
-        record: TokenRecord,
-        document: Mapping[str, Any],
-        *,
-        reasoning: int | None,
-        counted: int,
-        running: bool,
-        limit: int,
-        fingerprint: str | None = None,
+        self, record: TokenRecord, document: Mapping[str, Any], *, reasoning: int | None, counted: int, running: bool, limit: int
     ) -> None:
         self._record = record
         self._request = {name: value for name, value in document.items() if name not in ("stream", "stream_options")}
@@ -121,7 +102,6 @@ class ContinuedChat:
         self._reasoning = reasoning
         self._running = running
         self._has_tools = bool(document.get("tools")) and document.get("tool_choice") != "none"
-        self._fingerprint = fingerprint
         self._splitter = Splitter(limit)
         self._prompt: list[int] = []
         self._made = len(record.ids)
@@ -134,28 +114,14 @@ class ContinuedChat:
         }
         self._pending: list[int] = []
         self._group: list[int] = []
-        self._unsure = self._made - counted  # tokens without a text since the last group with one of the reasoning
-        self._thought: _Search | None = None  # from that group on
+        self._unsure = self._made - counted  # tokens without a text since the last one of the reasoning
+        self._thought: _Search | None = None  # the last group with a text of the reasoning
         self._held: _Derendered | None = None  # what was derendered when the reasoning ended, until its end is found
-        if record.thought is not None and reasoning is not None:
-            self._resume(*record.thought)
         self._last = _Choice()
         self.has_ended = False
         """Whether the last event was made."""
         self.failure: dict[str, Any] | None = None
         """An error event of the server."""
-
-    def _resume(self, made: int, count: int, size: int) -> None:
-        """Count the reasoning from the group on whose end was not found before the loss. For the arguments see ``TokenRecord.thought``."""
-        ids, lengths, total = self._record.ids, list[int](), 0
-        for length in self._record.lengths:
-            if total == made:
-                break
-            lengths.append(length)
-            total += length
-        before = {**self._state, "output_token_ids": list(ids[:made]), "output_chunk_lens": lengths}
-        self._thought = _Search(before, made, count, list(ids[made : made + size]), list(ids[made + size :]))
-        self._reasoning, self._unsure = count + size, len(ids) - made - size
 
     def render_body(self, model: str) -> bytes:
         """Return the request to ``render``."""
@@ -219,8 +185,7 @@ class ContinuedChat:
             last = last if self._pending else self._last
             ids = self._group[:-1] if last.finish_reason == "stop" and last.stop_reason is None else self._group
         elif self._thought is not None:
-            calls = self._held.stream_state.get("last_tool_call_ids", [])
-            state, ids = {**self._thought.state, "last_tool_call_ids": calls}, self._thought.group
+            state, ids = self._thought.state, self._thought.tokens
         choice = {
             "index": 0,
             "token_ids": ids,
@@ -248,31 +213,27 @@ class ContinuedChat:
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidReplyError(f"derender: {type(error).__name__}") from error
         if self._held is not None and self._thought is not None:
-            self._thought.narrow(reasons="reasoning" in delta)
+            self._thought.narrow(delta.get("reasoning"))
             reply = self._held
         elif self._reasoning is not None:
             self._count(delta)
-        if self._thought is not None and (self._held or finish is not None or delta.keys() - _THOUGHT):
+        if self._reasoning is not None and self._thought is not None and (self._held or finish is not None or delta.keys() - _THOUGHT):
             if not self._thought.is_found:
                 self._held = reply
                 return b""
-            self._reasoning = self._thought.count
-            self._thought = self._held = self._record.thought = None
+            self._reasoning -= self._thought.surplus
+            self._thought = self._held = None
         return self._made_of(reply)
 
     def _count(self, delta: Mapping[str, Any]) -> None:
         """Count the tokens of the reasoning. Those without a text belong to it if more of it follows."""
         assert self._reasoning is not None
         if "reasoning" in delta:
-            self._reasoning += self._unsure
-            self._thought = _Search(self._state, self._made, self._reasoning, self._group, [])
-            self._record.thought = self._made, self._reasoning, len(self._group)
-            self._reasoning += len(self._group)
+            self._reasoning += self._unsure + len(self._group)
             self._unsure = 0
+            self._thought = _Search(self._state, self._group, delta["reasoning"])
         else:
             self._unsure += len(self._group)
-            if self._thought is not None:
-                self._thought.add(self._group)
 
     def _made_of(self, reply: _Derendered) -> bytes:
         """Return the events for a group of tokens."""
@@ -291,7 +252,7 @@ class ContinuedChat:
         usage = usage_of(len(self._prompt), self._made, self._reasoning)
         running = {"usage": usage} if self._running else {}
         made = event({**self._record.head, "choices": [{**shown, "token_ids": group}], **running})
-        return made + closing(self._record.head, usage, self._fingerprint) if self.has_ended else made
+        return made + closing(self._record.head, usage) if self.has_ended else made
 
 
 _THOUGHT = frozenset({"role", "reasoning"})

@@ -21,7 +21,6 @@ def usage_of(prompt: int, completion: int, reasoning: int | None = None) -> dict
     return counts if reasoning is None else {**counts, "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
-def closing(head: Mapping[str, Any], usage: Mapping[str, Any] | None, fingerprint: str | None = None) -> bytes:
-    """Return the last events of a stream: its usage, unless it was sent, and the end. ``fingerprint``: of the server, if it is known."""
-    shown = {} if fingerprint is None else {"system_fingerprint": fingerprint}
-    return DONE if usage is None else event({**head, "choices": [], "usage": usage, **shown}) + DONE
+def closing(head: Mapping[str, Any], usage: Mapping[str, Any] | None) -> bytes:
+    """Return the last events of a stream: its usage, unless it was sent, and the end."""
+    return DONE if usage is None else event({**head, "choices": [], "usage": usage}) + DONE

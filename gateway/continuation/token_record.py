@@ -52,7 +52,6 @@ class TokenRecord:
         "_sent",
         "call_ids",
         "counts_reasoning",
-        "fingerprint",
         "finish",
         "head",
         "ids",
@@ -62,7 +61,6 @@ class TokenRecord:
         "prompt",
         "prompt_size",
         "shown",
-        "thought",
         "tools_sent",
         "usage_sent",
     )
@@ -87,11 +85,6 @@ class TokenRecord:
         """The first fields of each event: the ID, the time and the model of the response."""
         self.counts_reasoning: bool = False
         """Whether the server counts the tokens of the reasoning: it has a parser for it."""
-        self.fingerprint: str | None = None
-        """The fingerprint of the server, which is in the last events."""
-        self.thought: tuple[int, int, int] | None = None
-        """For a continued chat whose reasoning may end in the last group with a text of it, or after that: the tokens before the group,
-        those of them that are part of the reasoning, and the tokens of the group."""
         self.tools_sent: bool = False
         self.call_ids: list[str] = []
         self.finish: str | None = None
@@ -167,7 +160,7 @@ class TokenRecord:
 
     def take(self, event: bytes, document: dict[str, Any]) -> bytes:
         """Record an event, and return it without its IDs: empty if vLLM would not have sent it. ``document`` loses them, too."""
-        choices, self.fingerprint = document.get("choices"), document.get("system_fingerprint") or self.fingerprint
+        choices = document.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             self.usage_sent = self.usage_sent or (choices == [] and isinstance(document.get("usage"), dict))
             if choices != []:

@@ -186,7 +186,7 @@ class _Rest:
         response.keep_close()
         return response
 
-    async def _continue_with(self, response: UpstreamResponse, feed: Callable[[bytes], bytes]) -> None:
+    async def _relay(self, response: UpstreamResponse, feed: Callable[[bytes], bytes]) -> None:
         """Relay the other server's stream. ``feed`` returns what the client lacks of it. Raises UpstreamError and DifferentError."""
         different: list[DifferentError] = []
         try:
@@ -244,18 +244,12 @@ class _FromTokens(_Rest):
         record = self._record
         usage = None if record.usage_sent else usage_of(record.prompt_size, len(record.ids), self._reasoning)
         self._stream.take_over(self._stream.response)
-        self._stream.receive(closing(record.head, usage, self._fingerprint))
+        self._stream.receive(closing(record.head, usage))
         self._stream.finish()
 
     @property
     def _reasoning(self) -> int | None:
         return self._stream.reasoning_tokens if self._record.counts_reasoning else None
-
-    @property
-    def _fingerprint(self) -> str | None:
-        """The fingerprint of the lost server, which is in the last events; that of an equal server if the lost one has not sent it yet."""
-        known = self._pool.fingerprints
-        return known.get(self._lost.server, next(iter(known.values()), None))
 
     # Completions
 
@@ -263,21 +257,14 @@ class _FromTokens(_Rest):
         rest = ContinuedCompletion(self._record, self._document, self._limit, sampled=self._plan.sampled)
         self._resumed_after = self._record.shown
         response = await self._started(attempt, lambda server: self._upstream.compose(server, rest.body(self._served(server))))
-        await self._continue_with(response, rest.feed)
+        await self._relay(response, rest.feed)
 
     # Chats
 
     async def _by_chat(self, attempt: Attempt) -> None:
         running, flow = self._stream.has_running_usage, self._context.request.connection.flow
-        rest = ContinuedChat(
-            self._record,
-            self._document,
-            reasoning=self._reasoning,
-            counted=self._stream.completion_tokens,
-            running=running,
-            limit=self._limit,
-            fingerprint=self._fingerprint,
-        )
+        reasoning, counted = self._reasoning, self._stream.completion_tokens
+        rest = ContinuedChat(self._record, self._document, reasoning=reasoning, counted=counted, running=running, limit=self._limit)
         assert self._context.attempt is not None
         server = self._pool.other_server([*attempt.avoided])
         if server is None:
@@ -340,7 +327,7 @@ class _Regenerated(_Rest):
         second = Regeneration(self._stream.record, self._upstream.request.target.route.dialect)
         splitter = Splitter(self._limit)
         response = await self._started(attempt, self._upstream.compose)
-        await self._continue_with(response, lambda data: second.feed(splitter.feed(data)))
+        await self._relay(response, lambda data: second.feed(splitter.feed(data)))
 
 
 _REST: Mapping[type, type[_Rest]] = {TokenRecord: _FromTokens, SentText: _Regenerated}

@@ -419,8 +419,6 @@ class EventRelay(ResponseRelay):
         if not ends_stream(self._last, rest, self._dialect):
             raise Disconnected(response.server.name, "ended its stream before its last event")
         rest = self._renamed(self._release({})) + rest
-        if isinstance(self.record, TokenRecord) and self.record.fingerprint is not None:
-            self._upstream.model.pool.fingerprints[response.server.name] = self.record.fingerprint
         self._settle_limits()
         request.write(rest)
         request.finish_response()

@@ -40,8 +40,6 @@ class Pool:
 
     def __init__(self, servers: Sequence[Server], policy: Policy[Server]) -> None:
         self.servers = tuple(servers)
-        self.fingerprints: dict[str, str] = {}
-        """The ``system_fingerprint`` in the responses of a server, by its name, if a stream that may be continued has ended there."""
         self._policy = policy
         self.required_facts: frozenset[Fact] = policy.requires if len(servers) > 1 else frozenset()
         """Facts of a request that ``choose`` requires. Empty if the pool has one server."""

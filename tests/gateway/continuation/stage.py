@@ -102,7 +102,9 @@ class Outcome:
         return self.row.prompt, self.row.completion, self.row.reasoning, self.row.estimated_by, self.row.status
 
 
-_DRAWN = frozenset({"id", "created", "created_at", "completed_at", "item_id", "call_id", "sequence_number", "signature"})
+_DRAWN = frozenset(
+    {"id", "created", "created_at", "completed_at", "system_fingerprint", "item_id", "call_id", "sequence_number", "signature"}
+)
 _ORDER = {"reasoning": 1, "content": 2, "tool_calls": 3, "finish_reason": 4, "stop_reason": 5}
 _TEXTS = frozenset({"content", "reasoning", "arguments", "text", "thinking", "partial_json", "delta"})
 
@@ -243,13 +245,13 @@ def cut_in(dice: random.Random, events: int) -> Cut:
 async def trial(one: Stage, name: str, dice: random.Random, *, reasoning: bool = True) -> Outcome:
     """Cut a stream at a random event, and in one of three cases its continuation as well. Check that it is equal.
 
-    ``reasoning``: also the number of the tokens of the reasoning.
+    ``reasoning``: the tokens of the reasoning are exact after one cut. A second one may come before their end has been found.
     """
     undisturbed = await one.expected(name)
     count = len(undisturbed.events)
     cuts = [cut_in(dice, count)] + ([cut_in(dice, count)] if dice.random() < 1 / 3 else [])
     outcome = await one.run(name, *cuts)
-    check(outcome, undisturbed, *cuts, reasoning=reasoning)
+    check(outcome, undisturbed, *cuts, reasoning=reasoning and len(cuts) == 1)
     return outcome
 
 

@@ -17,22 +17,14 @@ REQUEST = {"model": "m", "messages": [], "stream": True, "stream_options": {"inc
 RENDERED = orjson.dumps({"token_ids": [8, 9], "sampling_params": {"n": 1, "max_tokens": 10, "temperature": 0.0}, "cache_salt": None})
 
 
-def recorded() -> TokenRecord:
-    """Return the record of a chat with a prompt of 2 tokens and a response of 2."""
+def continued(*, reasoning: int | None = None, running: bool = False, **fields: Any) -> ContinuedChat:
+    """Return the rest of a chat with a prompt of 2 tokens and a response of 2."""
     record = TokenRecord(Dialect.CHAT, lambda _: True)
     role = {**HEAD, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [8, 9]}
     first = {**HEAD, "choices": [{"index": 0, "delta": {"content": "ab"}, "token_ids": [1, 2]}]}
     for document in (role, first):
         record.take(event(document), document)
-    return record
-
-
-def of(record: TokenRecord, *, reasoning: int | None = None, running: bool = False, **fields: Any) -> ContinuedChat:
     return ContinuedChat(record, {**REQUEST, **fields}, reasoning=reasoning, counted=2, running=running, limit=1 << 16)
-
-
-def continued(**fields: Any) -> ContinuedChat:
-    return of(recorded(), **fields)
 
 
 def generated(ids: list[int], finish: str | None = None, stop: str | None = None) -> bytes:
@@ -130,68 +122,24 @@ def test_a_token_that_is_a_stop_token_of_the_request_has_a_text() -> None:
     assert sent(rest)["generate_chunk"]["choices"][0]["token_ids"] == [3, 4]
 
 
-MARK, SILENT = 100, 0
-"""The token that ends the reasoning, and one without a text, as a part of a character."""
-
-
-def parsed(state: dict[str, Any], ids: list[int]) -> dict[str, Any]:
-    """Return what a parser shows of these tokens after the others."""
-    delta: dict[str, Any] = {}
-    has_ended = MARK in state["output_token_ids"]
-    for number in ids:
-        has_ended = has_ended or number == MARK
-        if number not in (MARK, SILENT):
-            name = "content" if has_ended else "reasoning"
-            delta[name] = delta.get(name, "") + str(number)
-    return delta
-
-
-def rest_of(rest: ContinuedChat, groups: list[list[int]]) -> list[dict[str, Any]]:
-    """Return the usage of each event of a rest that is generated in these groups."""
-    shown = b""
+@pytest.mark.parametrize("groups", [[[3, 4, 5, 0, 6]], [[3, 4, 5, 0], [6]], [[3, 0], [4, 0, 0], [5], [0], [0, 6]], [[3, 4, 5, 0, 0, 0, 7]]])
+def test_the_tokens_of_the_reasoning_are_counted_up_to_its_end(groups: list[list[int]]) -> None:
+    """The group in which the reasoning ended is derendered again in parts. Token 0 has no text: a part of a character, or a mark."""
+    rest = continued(reasoning=2, running=True)
     rest.generate_body(RENDERED, "m")
+    kinds, shown = {3: "reasoning", 4: "reasoning", 5: "reasoning", 6: "content", 7: "tool_calls"}, b""
     for group in groups:
         rest.feed(generated(group))
         while rest.has_tokens:
-            body = sent(rest)
-            state, [choice] = body["stream_state"], body["generate_chunk"]["choices"]
-            ids, lengths = (state[name] for name in ("output_token_ids", "output_chunk_lens"))
-            after = {**state, "output_token_ids": [*ids, *choice["token_ids"]], "output_chunk_lens": [*lengths, len(choice["token_ids"])]}
-            assert sum(lengths) == len(ids)
-            shown += rest.events(derendered(parsed(state, choice["token_ids"]), **after))
-    return [orjson.loads(line[6:])["usage"] for line in shown.splitlines() if line]
-
-
-GROUPS: list[list[list[int]]] = [
-    [[3, 4, 5, MARK, 6]],
-    [[3, 4, 5, SILENT, MARK], [6]],
-    [[3, SILENT], [4, SILENT, SILENT], [5], [SILENT], [MARK, 6]],
-    [[3, 4, 5, MARK], [SILENT, SILENT], [7]],
-    [[3], [4, MARK], [SILENT], [8, 9]],
-]
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_the_tokens_of_the_reasoning_are_counted_up_to_its_end(groups: list[list[int]]) -> None:
-    """The last group of the reasoning is derendered again after parts of the response."""
-    usages = rest_of(continued(reasoning=2, running=True), groups)
+            delta: dict[str, Any] = {}
+            for number in sent(rest)["generate_chunk"]["choices"][0]["token_ids"]:
+                if number:
+                    delta[kinds[number]] = delta.get(kinds[number], "") + str(number)
+            shown += rest.events(derendered(delta))
     made = [number for group in groups for number in group]
-    assert usages[-1] == usage_of(2, 2 + len(made), 2 + made.index(MARK))
-    assert len(usages) == len(groups)
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_the_tokens_of_the_reasoning_are_counted_after_another_loss(groups: list[list[int]], cut: int) -> None:
-    first, second = groups[: min(cut, len(groups) - 1)], groups[min(cut, len(groups) - 1) :]
-    record = recorded()
-    usages = rest_of(of(record, reasoning=2, running=True), first)
-    for group in first:
-        record.add(group)
-    seen = usages[-1]["completion_tokens_details"]["reasoning_tokens"] if usages else 2
-    made = [number for group in groups for number in group]
-    usages = rest_of(of(record, reasoning=seen, running=True), second)
-    assert usages[-1] == usage_of(2, 2 + len(made), 2 + made.index(MARK))
+    last = orjson.loads(shown.strip().rsplit(b"data: ", 1)[1])["usage"]
+    assert last == usage_of(2, 2 + len(made), 2 + made.index(5) + 1)
+    assert shown.count(b"data: ") == len(groups)
 
 
 @pytest.mark.parametrize("data", [b"data: {]\n\n", b'data: {"choices":[{"token_ids":["a"]}]}\n\n'])
