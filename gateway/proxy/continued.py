@@ -186,7 +186,7 @@ class _Rest:
         response.keep_close()
         return response
 
-    async def _relay(self, response: UpstreamResponse, feed: Callable[[bytes], bytes]) -> None:
+    async def _continue_with(self, response: UpstreamResponse, feed: Callable[[bytes], bytes]) -> None:
         """Relay the other server's stream. ``feed`` returns what the client lacks of it. Raises UpstreamError and DifferentError."""
         different: list[DifferentError] = []
         try:
@@ -257,7 +257,7 @@ class _FromTokens(_Rest):
         rest = ContinuedCompletion(self._record, self._document, self._limit, sampled=self._plan.sampled)
         self._resumed_after = self._record.shown
         response = await self._started(attempt, lambda server: self._upstream.compose(server, rest.body(self._served(server))))
-        await self._relay(response, rest.feed)
+        await self._continue_with(response, rest.feed)
 
     # Chats
 
@@ -327,7 +327,7 @@ class _Regenerated(_Rest):
         second = Regeneration(self._stream.record, self._upstream.request.target.route.dialect)
         splitter = Splitter(self._limit)
         response = await self._started(attempt, self._upstream.compose)
-        await self._relay(response, lambda data: second.feed(splitter.feed(data)))
+        await self._continue_with(response, lambda data: second.feed(splitter.feed(data)))
 
 
 _REST: Mapping[type, type[_Rest]] = {TokenRecord: _FromTokens, SentText: _Regenerated}

@@ -109,8 +109,8 @@ def test_a_completion_continues_where_no_stop_string_can_begin_before(parts: lis
             chunks.add_shown(written, orjson.dumps(text)[1:-1])
         else:
             chunks.add_hidden(written)
-    ends = [(sum(count for _, count in parts[: at + 1]), sum(len(text) for text, _ in parts[at + 1 :])) for at in range(len(parts))]
-    points = [end for end, (text, count) in zip(ends, parts, strict=True) if text and count == 1 and end[1] >= overlap]
+    positions = [(sum(count for _, count in parts[: at + 1]), sum(len(text) for text, _ in parts[at + 1 :])) for at in range(len(parts))]
+    points = [end for end, (text, count) in zip(positions, parts, strict=True) if text and count == 1 and end[1] >= overlap]
     expected = points[-1] if points else (0, sum(len(text) for text, _ in parts))
     assert (record.shown, record.surplus) == (chunks.shown, chunks.surplus) == expected
 
