@@ -119,12 +119,21 @@ _ALLOWED: Mapping[Dialect, Mapping[str, _Accepts]] = {
 _REGENERATED = frozenset({Dialect.CHAT, Dialect.COMPLETIONS, Dialect.MESSAGES, Dialect.RESPONSES})
 
 
+def runs_tools(document: Mapping[str, Any]) -> bool:
+    """Return whether the server itself may call tools for a request to ``/v1/responses``, such as those of an MCP server.
+
+    The tools may have effects elsewhere, so the request must not run twice. The client calls functions itself.
+    """
+    tools = document.get("tools") or ()
+    return not isinstance(tools, list | tuple) or not all(isinstance(each, dict) and each.get("type") == "function" for each in tools)
+
+
 def plan_of(document: Mapping[str, Any], dialect: Dialect, resume: Resume, scale_out: Callable[[], bool]) -> Plan | None:
     """Return how the stream of a request would be continued; None if it would end.
 
     ``document`` is the request as its server gets it. ``scale_out`` returns whether all servers have the routes for token IDs of a chat.
     """
-    if resume is Resume.OFF or dialect not in _REGENERATED:
+    if resume is Resume.OFF or dialect not in _REGENERATED or (dialect is Dialect.RESPONSES and runs_tools(document)):
         return None
     is_greedy = document.get("temperature") == 0
     is_drawn = resume is Resume.SAMPLED and document.get("seed") is None

@@ -19,7 +19,7 @@ from gateway.api.translation import translate
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.catalog import CatalogEntry
-from gateway.continuation.plan import Path, Plan, plan_of
+from gateway.continuation.plan import Path, Plan, plan_of, runs_tools
 from gateway.limits.expected_use import estimate_request
 from gateway.prompts.balancing_facts import balancing_facts
 from gateway.prompts.token_keys import TokenRequest, token_request
@@ -109,7 +109,7 @@ def _for_model(
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
         if counts_tokens and model.model.running_usage:
             prepared = with_running_usage(prepared)
-    facts, tokens = NO_FACTS, None
+    facts, tokens, has_tools = NO_FACTS, None, not request.target.route.repeatable and runs_tools(prepared.document)
     if required := model.pool.required_facts:
         facts, tokens = yield from _facts(required, prepared, size, context, model, large)
     if size > _SERIALIZED_EARLY:
@@ -121,7 +121,7 @@ def _for_model(
         request.body.reserve(written + size if model.model.fallbacks else written)
         if large:
             yield
-    return UpstreamRequest(request, model, name, prepared, facts, tokens, plan)
+    return UpstreamRequest(request, model, name, prepared, facts, tokens, plan, has_tools)
 
 
 def _plan(prepared: JsonBody, context: RequestContext, key: Key, model: CatalogEntry, size: int) -> Plan | None:

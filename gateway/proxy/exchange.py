@@ -169,7 +169,7 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         since = monotonic()
         await add_token_keys(prompt, upstream.tokens, upstream.model, worker.tokenization)
         context.waited += monotonic() - since
-    resends = pool.may_continue and model.resume is not Resume.OFF
+    resends = pool.may_continue and model.resume is not Resume.OFF and not upstream.runs_tools
     attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream, resends=resends)
     gauge: AbstractContextManager[None] = worker.metrics.in_flight(model.id)
     if pool.tiers:

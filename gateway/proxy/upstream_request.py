@@ -94,7 +94,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
 
     ``name`` is the model's name as the client sent it. ``facts`` is what the model's balance policy needs to know about the request.
     ``tokens``: how to get the token IDs of its prompt, if the policy can use them. ``plan``: how its stream would be continued on another
-    server; None if it would not.
+    server; None if it would not. ``runs_tools``: the server may call tools for it, so it must not be sent again.
     """
 
     request: ClientRequest
@@ -104,6 +104,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
     facts: RequestFacts = NO_FACTS
     tokens: TokenRequest | None = None
     plan: Plan | None = None
+    runs_tools: bool = False
 
     def estimate_prompt(self) -> int:
         """Estimate the tokens of the prompt, for a request that no limit has estimated."""

@@ -168,6 +168,20 @@ async def test_another_error_of_a_server_is_not_sent_again() -> None:
         assert not other.requests()
 
 
+@pytest.mark.parametrize("padding", [0, 20_000])
+async def test_a_request_for_which_the_server_may_call_tools_is_not_sent_again(padding: int) -> None:
+    function = {"type": "function", "name": "look", "parameters": {}}
+    server = {"type": "mcp", "server_label": "shop", "server_url": "http://127.0.0.1:1/" + "x" * padding}
+    body = {"model": "tiny", "input": "Hello"}
+    flags = *SERVED, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
+    with running(DEATHS["at once"], *flags) as dying, running(*flags) as other:
+        for tools, status in (([function], 200), ([function, server], 502)):
+            async with unharmed([model(other.port, dying.port, balance="round_robin")]) as served:
+                reply = await request_once(served.port, request({**body, "tools": tools}, "/v1/responses"))
+                assert reply.status == status
+        assert len(other.requests()) == 1
+
+
 async def test_without_resume_a_lost_request_is_an_error() -> None:
     with running(DEATHS["at once"], *SERVED) as dying, running(*SERVED) as other:
         async with unharmed([model(other.port, dying.port, balance="round_robin", resume=Resume.OFF)]) as served:

@@ -82,6 +82,24 @@ def test_a_completion_overlaps_by_the_longest_stop_string_without_its_last_chara
     assert plan_of({**body, "temperature": 1}, Dialect.COMPLETIONS, Resume.SAMPLED, lambda: False) == sampled
 
 
+@pytest.mark.parametrize(
+    ("tools", "is_continued"),
+    [
+        (None, True),
+        ([], True),
+        ([{"type": "function", "name": "a"}], True),
+        ([{"type": "function", "name": "a"}, {"type": "mcp"}], False),
+        ([{"type": "code_interpreter"}], False),
+        ([{}], False),
+        (["function"], False),
+        ({"type": "function"}, False),
+    ],
+)
+def test_a_response_with_tools_that_its_server_calls_is_not_made_again(tools: object, is_continued: bool) -> None:
+    document = {"input": "Hello", "temperature": 0, "tools": tools}
+    assert plan_of(document, Dialect.RESPONSES, Resume.EXACT, lambda: True) == (AGAIN if is_continued else None)
+
+
 def test_a_chat_with_stop_strings_needs_a_second_response() -> None:
     """vLLM's parsers get the text later than its tokens, and may show markup as content. ``derender`` has no such delay."""
     assert chat(temperature=0, stop=["a"]) == AGAIN
