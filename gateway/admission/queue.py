@@ -515,8 +515,10 @@ class ModelQueue:
         self._find_next = first + _FIND_AT_ONCE
         for (class_name, team, key), cells in islice(series, first, self._find_next):
             above = self.shares.names_above(class_name, team) if cells[0] else ()
-            if above and (path := self._waiting.path_to(above)) is not None and f"key {key}" not in path[-1].children:
-                shares = (*(Share(each.name, each.weight, each.rank, each.tier) for each in path), self.shares.key_share(key))
+            if not above or (path := self._waiting.path_to(above)) is None:
+                continue
+            if (share := self.shares.key_share(key)).name not in path[-1].children:
+                shares = (*(Share(each.name, each.weight, each.rank, each.tier) for each in path), share)
                 found = self._key_flow(RequestFlows(class_name, team, key, shares, len(above)))
                 found.flow.active_at = now
                 self._charge_unseen(found, now)
