@@ -320,6 +320,18 @@ async function fetchAll() {
   await showChanges();
 }
 
+function showEvent(event) {
+  const last = hour.points.at(-1)?.[0] ?? 0; // no point yet: the gateway has just started
+  const { recorded, started } = latest;
+  latest = event;
+  // After an interruption, or a start of the gateway, the hour is fetched again.
+  if (event.started !== started || (last && event.time - last > 3 * hour.step)) return load(fetchAll);
+  if (event.point && event.point[0] > last) hour.points.push(event.point);
+  while (hour.points.length && event.time - hour.points[0][0] > HOUR) hour.points.shift();
+  showAll();
+  if (recorded !== event.recorded) load(showChanges);
+}
+
 start(async () => {
   $("charts").replaceChildren(...cards.map((each) => each.card));
   $("pause").onclick = () => {
@@ -330,19 +342,5 @@ start(async () => {
     else load(fetchAll);
   };
   await fetchAll();
-  follow(
-    "/admin/v1/overview/events",
-    (event) => {
-      const last = hour.points.at(-1)?.[0] ?? event.time;
-      const { recorded, started } = latest;
-      latest = event;
-      // After an interruption, or a start of the gateway, the hour is fetched again.
-      if (event.started !== started || event.time - last > 3 * hour.step) return load(fetchAll);
-      if (event.point && event.point[0] > last) hour.points.push(event.point);
-      while (hour.points.length && event.time - hour.points[0][0] > HOUR) hour.points.shift();
-      showAll();
-      if (recorded !== event.recorded) load(showChanges);
-    },
-    () => paused || document.hidden,
-  );
+  follow("/admin/v1/overview/events", showEvent, () => paused || document.hidden);
 });

@@ -523,7 +523,7 @@ async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """Return the holder and its used tokens after the store has received them."""
         wanted = [(Holder.placed(f"key {number}", Limits(tokens_per_day=1000, concurrent=1)), Amounts(1, 1, 900))]
-        async with opened(store_at(network.port, timeout=0.9), f"worker {number}") as store:
+        async with opened(store_at(network.port, timeout=10), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).exceeded is None
             except StoreUnavailableError:
