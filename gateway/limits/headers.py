@@ -2,7 +2,7 @@
 
 Limits per minute have OpenAI's headers, ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. The headers of a budget end with its
 window, like those of Cerebras: ``x-ratelimit-remaining-tokens-day``. Source: the guides of both on rate limits. ``reset`` is the time until
-all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, ``6m0s``. ``Retry-After`` is in ``messages``.
+all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, ``6m0s``. ``Retry-After`` is in ``refusals``.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from gateway.limits.headers import Layout
 from gateway.limits.key_limits import ARRIVAL, KeyLimits
 from gateway.limits.lease import Lease
 from gateway.limits.limiter import Limiter
-from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import StoreUnavailableError
+from gateway.limits.refusals import refusal
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
 from gateway.limits.user_table import note_store_use

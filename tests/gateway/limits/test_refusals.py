@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.limits.estimate import TokenEstimate
-from gateway.limits.messages import refusal
+from gateway.limits.refusals import refusal
 from gateway.limits.rules import RATES
 from gateway.limits.windows import ExceededLimit
 from tests.support.money import price
