@@ -38,9 +38,9 @@ from gateway.admission.deadlines import DeadlinePlan
 from gateway.admission.fair_queue import FairQueue, Flow, Share
 from gateway.admission.preemption import RunningRequest, RunningRequests, preempted_for, preemptible
 from gateway.admission.reserved_slots import ReservedSlots
-from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.admission.shared_bookings import SharedBookings
 from gateway.admission.shares import QueueShares, RequestFlows
+from gateway.admission.weighted_tokens import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key, Model, Queue, Slo

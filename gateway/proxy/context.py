@@ -21,7 +21,7 @@ from msgspec import field
 
 from gateway.admission.queue import QueueSlot
 from gateway.admission.reserved_slots import Progress
-from gateway.admission.service import NO_TOKENS, Tokens
+from gateway.admission.weighted_tokens import NO_TOKENS, Tokens
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.api.settlement import NOTHING, Settlement
 from gateway.api.usage import Usage

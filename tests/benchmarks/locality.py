@@ -19,8 +19,8 @@ import pytest
 from gateway.admission import fair_queue
 from gateway.admission import queue as queue_module
 from gateway.admission.queue import ModelQueues, QueuedRequest
-from gateway.admission.service import ServiceWeights, Tokens
 from gateway.admission.shares import QueueShares
+from gateway.admission.weighted_tokens import ServiceWeights, Tokens
 from gateway.api.usage import Usage
 from gateway.config.models import Queue as QueueSettings
 from gateway.snapshot.snapshot import Key, Model, Queue

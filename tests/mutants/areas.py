@@ -235,7 +235,7 @@ CONTINUATION = {
 
 QUEUES = {
     "gateway/admission/bookings.py": Tested((*_ALONE, f"{_QUEUES}/test_bookings.py")),
-    "gateway/admission/service.py": Tested((*_ALONE, f"{_QUEUES}/test_service.py", f"{_QUEUES}/test_fair_queue.py")),
+    "gateway/admission/weighted_tokens.py": Tested((*_ALONE, f"{_QUEUES}/test_weighted_tokens.py", f"{_QUEUES}/test_fair_queue.py")),
     "gateway/admission/fair_queue.py": Tested((*_ALONE, f"{_QUEUES}/test_fair_queue.py", f"{_QUEUES}/test_bookings.py")),
     "gateway/admission/reserved_slots.py": Tested((*_ALONE, f"{_QUEUES}/test_reserved_slots.py")),
     "gateway/admission/preemption.py": Tested(

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.admission.service import ServiceWeights, Tokens
+from gateway.admission.weighted_tokens import ServiceWeights, Tokens
 from gateway.auth.keys import hash_of
 from tests.support.process import Gateway, configuration, gateway, wait_for
 from tests.support.shared import Shared

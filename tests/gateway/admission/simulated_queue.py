@@ -21,8 +21,8 @@ import pytest
 from gateway.admission import queue as queue_module
 from gateway.admission.inflight import worker_share
 from gateway.admission.queue import ModelQueue, ModelQueues, QueuedRequest
-from gateway.admission.service import Tokens
 from gateway.admission.shares import QueueShares
+from gateway.admission.weighted_tokens import Tokens
 from gateway.api.errors import Refusal
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass, Slo

@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from gateway.admission.fair_queue import MANY
-from gateway.admission.service import ServiceWeights, Tokens
+from gateway.admission.weighted_tokens import ServiceWeights, Tokens
 from gateway.auth.keys import hash_of
 from gateway.snapshot.snapshot import Key, Queue, QueueClass, Slo
 from tests.gateway.admission.simulated_queue import Client, SimulatedQueue, simulated_workers

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.admission.queue import ModelQueues, QueuedRequest
-from gateway.admission.service import Tokens
 from gateway.admission.shares import QueueShares
+from gateway.admission.weighted_tokens import Tokens
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass
 from gateway.telemetry.metrics import FAMILIES

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.service import KeyUse, SeenTokens, ServiceWeights, TokenCells, Tokens, UsualUse
+from gateway.admission.weighted_tokens import KeyUse, SeenTokens, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.api.usage import Usage
 
 
