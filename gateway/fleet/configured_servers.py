@@ -15,9 +15,9 @@ from gateway.config import Config, plain_variables
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchSpec
+from upstream.vllm.auto_max_inflight import Bounds, most_useful
 from upstream.vllm.capabilities import task_of
 from upstream.vllm.command_line import Adapter, LaunchSettings, flag_of
-from upstream.vllm.concurrency import Bounds, most_useful
 from upstream.vllm.presets import with_preset
 
 

@@ -12,7 +12,7 @@ from gateway.config import Config
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, limit_bounds
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
-from upstream.vllm.concurrency import AutoLimit, LoadSample, Objectives, next_limit, unreachable
+from upstream.vllm.auto_max_inflight import AutoLimit, LoadSample, Objectives, next_limit, unreachable
 from upstream.vllm.engine_counters import EngineMetrics
 from upstream.vllm.server_share import next_part
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from upstream.vllm.concurrency import AutoLimit, Bounds, LoadSample
+from upstream.vllm.auto_max_inflight import AutoLimit, Bounds, LoadSample
 
 _DECREASE = 1 / 4
 _INCREASE = 1 / 4  # of the free slots

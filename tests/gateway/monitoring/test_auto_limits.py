@@ -18,7 +18,7 @@ from tests.gateway.config.test_models import HASH
 from tests.support.controlled import controlled
 from tests.support.process import launched, write
 from tests.support.running import until
-from upstream.vllm.concurrency import START, Bounds, most_useful
+from upstream.vllm.auto_max_inflight import START, Bounds, most_useful
 from upstream.vllm.engine_counters import EngineMetrics
 
 URLS = ("http://10.0.0.5:8000", "http://10.0.0.6:8000")

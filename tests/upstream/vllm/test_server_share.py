@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from upstream.vllm.concurrency import AutoLimit, Bounds, LoadSample
+from upstream.vllm.auto_max_inflight import AutoLimit, Bounds, LoadSample
 from upstream.vllm.engine_counters import EngineMetrics
 from upstream.vllm.server_share import next_part
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from upstream.simulator.engine.batch import Batch, BatchLimits, StepTime
-from upstream.vllm.concurrency import (
+from upstream.vllm.auto_max_inflight import (
     MOST,
     START,
     WINDOW,
