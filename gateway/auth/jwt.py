@@ -1,4 +1,4 @@
-"""Authenticate tokens of identity providers (JSON Web Tokens, RFC 7519): verify one, and map it to a principal.
+"""Authenticate tokens of identity providers (JSON Web Tokens, RFC 7519): verify one, and make the key of its subject.
 
 The rules: a token is verified once and the result is cached until the token expires, so an ordinary request costs two look-ups. If
 possible, a token is refused before its signature is checked. All caches are bounded, whatever clients send. There is no I/O: a
@@ -13,39 +13,24 @@ import re
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jwt
 import orjson
 
 from gateway.api.errors import Refusal
-from gateway.auth.claims import claim_at
+from gateway.auth.claims import VerifiedToken, read_claims
 from gateway.auth.jwks import VerificationKeys
 from gateway.snapshot.identity import subject_id
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes encode a brace
-_SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")
 _MAX_VERIFIED = 20_000
 _MAX_REFUSED = 5_000
 _REFUSED_FOR = 10.0  # seconds
 _REQUEST_EVERY = 1.0  # seconds between two requests to control for one issuer
-_MAX_NAMES = 64  # of teams or models in one claim
-_INT64 = 2**63
 V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedToken:
-    """The result of verifying a token. ``expires`` is in seconds since the epoch and includes the leeway."""
-
-    entry: str
-    subject: str
-    expires: float
-    teams: tuple[str, ...] = ()
-    models: tuple[str, ...] | None = None
-    priority: int | None = None
 
 
 class TokenVerifier:
@@ -127,7 +112,7 @@ class TokenVerifier:
         if key is None:
             self._request_keys(issuer.name)
             raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
-        return _read(_decode(token, key, issuer), issuer)
+        return read_claims(_decode(token, key, issuer), issuer)
 
     def _request_keys(self, issuer: str) -> None:
         """Request an issuer's keys from control, at most once a second, whatever tokens clients send."""
@@ -234,46 +219,3 @@ def _object(part: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Refusal(*_INVALID)
     return found
-
-
-# Claims
-
-
-def _read(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
-    """Return the result for a verified token. Raises Refusal if it cannot be a principal here."""
-    names, subject = issuer.claims, claim_at(claims, issuer.claims.subject)
-    if not isinstance(subject, str) or not _SUBJECT.fullmatch(subject):
-        raise Refusal("invalid_api_key", f"The token's claim {names.subject} is not a name.")
-    models, priority = claim_at(claims, names.models), claim_at(claims, names.priority)
-    return VerifiedToken(
-        _entry(claims, issuer),
-        subject,
-        float(claims["exp"]) + issuer.leeway,
-        _names(claim_at(claims, names.team), names.team),
-        None if models is None else _names(models, names.models),
-        None if priority is None else _number(priority, names.priority),
-    )
-
-
-def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
-    """Return the ID of its configured entry: the only entry, or the first entry that a claim names. Raises Refusal."""
-    if issuer.claims.key is None:
-        return issuer.keys[0]
-    named = _names(claim_at(claims, issuer.claims.key), issuer.claims.key)
-    if (found := next((name for name in named if name in issuer.keys), None)) is None:
-        raise Refusal("invalid_api_key", f"The token's claim {issuer.claims.key} names no key of this gateway.")
-    return found
-
-
-def _names(value: object, name: str | None) -> tuple[str, ...]:
-    """Return the names in a list, or the names in one text, separated by spaces. Raises Refusal."""
-    found = value.split() if isinstance(value, str) else [] if value is None else value
-    if not isinstance(found, list) or len(found) > _MAX_NAMES or not all(isinstance(each, str) for each in found):
-        raise Refusal("invalid_api_key", f"The token's claim {name} is not a list of at most {_MAX_NAMES} names.")
-    return tuple(found)
-
-
-def _number(value: object, name: str | None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -_INT64 <= value < _INT64:
-        raise Refusal("invalid_api_key", f"The token's claim {name} is not a whole number.")
-    return value
