@@ -298,7 +298,7 @@ _SEARCHES = frozenset(
 )
 _SEARCHED = (
     *("gateway/client", "gateway/proxy", "upstream/http"),
-    *(f"gateway/api/{name}.py" for name in ("response_fields", "strict_json", "json_scan", "model_name")),
+    *(f"gateway/api/{name}.py" for name in ("response_fields", "strict_json", "json_scan", "rewrite_model")),
 )
 
 

@@ -17,7 +17,6 @@ import orjson
 from msgspec.structs import replace
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
-from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import (
     EVENTS_BEFORE_TOKENS,
     ITEMIZED,
@@ -32,6 +31,7 @@ from gateway.api.response_fields import (
     of_event,
     opened_block,
 )
+from gateway.api.rewrite_model import ModelRenamer, renamed
 from gateway.api.routes import Dialect
 from gateway.api.settlement import BYTES_PER_TOKEN, NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.model_name import ModelRenamer, renamed
+from gateway.api.rewrite_model import ModelRenamer, renamed
 from tests.support.rows import each_row
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
