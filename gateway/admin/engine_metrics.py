@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gateway.admin.audited import Handler
 from gateway.admin.openapi import METRICS
-from upstream.vllm import metrics
+from upstream.vllm import metrics_request
 from upstream.vllm.health import ProbeTarget
-from upstream.vllm.metrics import MetricsUnavailableError
+from upstream.vllm.metrics_request import MetricsUnavailableError
 
 _DEADLINE = 9.0  # seconds: less than Prometheus' own ten, so that it receives the error
 
@@ -39,7 +39,7 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
         if (found := known().get(request.path_params["server"])) is None:
             return PlainTextResponse("no such server, or it is not up\n", 404)
         try:
-            text = await metrics.read(found.target, _DEADLINE)
+            text = await metrics_request.read(found.target, _DEADLINE)
         except MetricsUnavailableError as error:
             return PlainTextResponse(f"{error}\n", 502)
         return Response(text, headers={"content-type": METRICS, "x-content-type-options": "nosniff"})

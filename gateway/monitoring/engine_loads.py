@@ -16,7 +16,7 @@ from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
 from gateway.monitoring.auto_limits import AutoLimits
 from upstream.balancing.placement_log import Kind, PlacementLog, server_key
-from upstream.vllm import metrics
+from upstream.vllm import metrics_request
 from upstream.vllm.engine_counters import EngineMetrics, parse_load
 
 INTERVAL = 1.0
@@ -68,7 +68,7 @@ class EngineLoads:
         """Return the time before the sample in nanoseconds, the time after it in seconds, and the sample, if the server reports one."""
         async with self._readers:
             began = time.monotonic_ns()
-            text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
+            text = await metrics_request.read_if_available(engine.target, _READ_TIMEOUT)
         return began, time.monotonic(), None if text is None else parse_load(text)
 
     def _write_placement(self, name: str, time_ns: int, load: EngineMetrics) -> None:

@@ -28,7 +28,7 @@ from gateway.telemetry.shared_counters import SharedCounters
 from gateway.usage.queries import UsageQuery
 from gateway.usage.reader import UsageReader
 from gateway.usage.reconciliation import UNBILLED, unbilled
-from upstream.vllm import metrics
+from upstream.vllm import metrics_request
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 
 _READ_TIMEOUT = 5.0  # seconds
@@ -99,7 +99,7 @@ class EngineSampler:
 
     async def _read(self, engine: Engine) -> EngineCounters | None:
         async with self._readers:
-            text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
+            text = await metrics_request.read_if_available(engine.target, _READ_TIMEOUT)
         if text is None:
             return None
         counters = parse_counters(text)

@@ -22,7 +22,7 @@ import httpx2
 from gateway.admin.engine_metrics import Engine
 from gateway.system.tasks import cancel
 from upstream.balancing.server import Progress
-from upstream.vllm import metrics
+from upstream.vllm import metrics_request
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 from upstream.vllm.failures import HUNG
 
@@ -178,5 +178,5 @@ class HungEngines:
 
 
 async def _counters(engine: Engine) -> EngineCounters | None:
-    text = await metrics.read_if_available(engine.target, _METRICS_TIMEOUT)
+    text = await metrics_request.read_if_available(engine.target, _METRICS_TIMEOUT)
     return None if text is None else parse_counters(text)

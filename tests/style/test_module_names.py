@@ -156,7 +156,7 @@ TESTED_BY = {
     "upstream/launcher/memory": "upstream/launcher/test_launcher_faults",
     "upstream/launcher/server": "upstream/launcher/test_launcher",
     "upstream/launcher/shim_process": "upstream/launcher/test_launcher",
-    "upstream/vllm/bounded_request": "upstream/vllm/test_metrics",
+    "upstream/vllm/bounded_request": "upstream/vllm/test_metrics_request",
     "upstream/vllm/gpus": "gateway/check/test_preflight",
     "upstream/vllm/installed_vllm": "gateway/check/test_preflight",
     "upstream/vllm/known_names": "upstream/vllm/test_presets",

@@ -7,9 +7,9 @@ import pytest
 from tests.support.ports import refusing
 from tests.support.scripted import Conversation, scripted
 from upstream.http.address import Address
-from upstream.vllm import metrics
+from upstream.vllm import metrics_request
 from upstream.vllm.health import ProbeTarget
-from upstream.vllm.metrics import SIZE_LIMIT, MetricsUnavailableError
+from upstream.vllm.metrics_request import SIZE_LIMIT, MetricsUnavailableError
 
 
 async def test_they_are_read_as_they_are() -> None:
@@ -18,7 +18,7 @@ async def test_they_are_read_as_they_are() -> None:
 
     async with scripted(script) as server:
         target = ProbeTarget("s", Address(port=server.port, prefix="/below"), "a-key")
-        assert await metrics.read(target, 30) == b'vllm:num_requests_running{engine="0"} 1.0\n'
+        assert await metrics_request.read(target, 30) == b'vllm:num_requests_running{engine="0"} 1.0\n'
     (sent,) = server.requests
     assert sent.head.startswith(b"GET /below/metrics HTTP/1.1\r\n") and sent.header("authorization") == "Bearer a-key"
 
@@ -31,7 +31,7 @@ async def test_endless_ones_are_not_read_to_their_end() -> None:
 
     async with scripted(script) as server:
         with pytest.raises(MetricsUnavailableError, match=f"s: its metrics are longer than {SIZE_LIMIT} bytes"):
-            await metrics.read(ProbeTarget("s", Address(port=server.port)), 60)
+            await metrics_request.read(ProbeTarget("s", Address(port=server.port)), 60)
 
 
 async def test_slow_ones_are_not_waited_for() -> None:
@@ -40,7 +40,7 @@ async def test_slow_ones_are_not_waited_for() -> None:
 
     async with scripted(script) as server:
         with pytest.raises(MetricsUnavailableError, match=r"s did not respond within 0\.2 s"):
-            await metrics.read(ProbeTarget("s", Address(port=server.port)), 0.2)
+            await metrics_request.read(ProbeTarget("s", Address(port=server.port)), 0.2)
 
 
 async def test_a_server_without_metrics_is_reported() -> None:
@@ -49,9 +49,9 @@ async def test_a_server_without_metrics_is_reported() -> None:
 
     async with scripted(script) as server:
         with pytest.raises(MetricsUnavailableError, match="s: GET /metrics: status 404"):
-            await metrics.read(ProbeTarget("s", Address(port=server.port)), 30)
+            await metrics_request.read(ProbeTarget("s", Address(port=server.port)), 30)
 
 
 async def test_an_unreachable_server_is_reported() -> None:
     with refusing() as port, pytest.raises(MetricsUnavailableError, match=r"^s: "):
-        await metrics.read(ProbeTarget("s", Address(port=port)), 30)
+        await metrics_request.read(ProbeTarget("s", Address(port=port)), 30)

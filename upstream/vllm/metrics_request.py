@@ -1,6 +1,6 @@
 """Reads a server's own metrics: once for each request, within limits of time and size.
 
-The rule: the text is not parsed, so a server's text cannot do harm here.
+The rule: the text is not parsed here, so it cannot do harm. ``engine_counters`` parses it.
 """
 
 from __future__ import annotations
