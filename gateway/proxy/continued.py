@@ -142,6 +142,9 @@ class _Rest:
                 await self._serve(attempt)
         except UpstreamError as error:
             return error
+        finally:
+            if attempt.tried:
+                context.attempt = attempt
         return None
 
     async def _serve(self, attempt: Attempt) -> None:
@@ -177,7 +180,6 @@ class _Rest:
     async def _started(self, attempt: Attempt, compose: Compose) -> UpstreamResponse:
         """Send the request, and return its stream. Raises NoServerError, UpstreamError and Refusal."""
         response = await self._send(attempt, partial(self._compose_for, compose))
-        self._context.attempt = attempt
         if not 200 <= response.status < 300:
             await read_error(response)
             raise response.fault or ServerError(response.server.name, f"status {response.status} for a continued stream")
@@ -269,7 +271,11 @@ class _FromTokens(_Rest):
         server = self._pool.other_server([*attempt.avoided])
         if server is None:
             raise NoServerError
-        rendered = await self._post(server, RENDER, rest.render_body(self._served(server)))
+        try:
+            rendered = await self._post(server, RENDER, rest.render_body(self._served(server)))
+        except UpstreamError:
+            attempt.tried.append(server)  # the next continuation avoids it
+            raise
         response = await self._started(
             attempt,
             lambda server: self._upstream.compose(server, rest.generate_body(rendered, self._served(server)), GENERATE),

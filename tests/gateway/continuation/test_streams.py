@@ -141,6 +141,30 @@ async def test_a_large_chat_is_regenerated(servers: list[Simulated]) -> None:
         assert [each.path for each in outcome.record.continuations] == ["regeneration"]
 
 
+@pytest.mark.parametrize("name", ["reasoning", "completion", "message"])
+async def test_a_server_that_fails_before_it_responds_does_not_get_the_stream_again(servers: list[Simulated], name: str) -> None:
+    """The policy prefers the servers in the same order each time."""
+    async with stage(servers, balance="prefix") as one:
+        for _ in range(TRIALS):
+            outcome = await one.run(name, Cut(3), Cut(0, 20))
+            check(outcome, await one.expected(name))
+            lost = [each.server for each in outcome.record.continuations]
+            assert len({*lost, outcome.record.server}) == 3, (lost, outcome.record.server)
+
+
+async def test_a_server_that_fails_to_render_does_not_get_the_stream_again() -> None:
+    with simulators(3) as servers:
+        async with stage(servers) as one:
+            undisturbed = await one.expected("reasoning")
+
+            def kill_the_next(lost: int) -> None:
+                next(server for server in servers if server.port != lost).process.kill()
+
+            outcome = await one.run("reasoning", Cut(5, then=kill_the_next))
+            check(outcome, undisturbed)
+            assert [each.outcome for each in outcome.record.continuations] == ["failed", "continued"]
+
+
 async def test_a_third_loss_ends_the_stream_with_an_error(servers: list[Simulated]) -> None:
     async with stage(servers) as one:
         cuts = [Cut(3), Cut(3), Cut(3)]
