@@ -147,6 +147,11 @@ class RequestContext(msgspec.Struct, eq=False):
             self.settle_slot(None)
             self.attempt = None
 
+    @property
+    def may_forget_response(self) -> bool:
+        """Whether the client has nothing of a response yet, except comments (``Keepalive``)."""
+        return not self.request.response_started or (self.request.is_event_stream and self.response_relay.events == 0)
+
     def forget_response(self, lost: UpstreamError) -> None:
         """Forget the response of a lost server: another one gets the request. The tokens that the server has counted for it are noted."""
         if (usage := self.response_relay.usage) is not None:

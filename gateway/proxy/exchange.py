@@ -197,7 +197,7 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             except (Refusal, UpstreamError) as error:
                 # A server that was lost before the client got anything: another one gets the request, once.
                 lost = response.fault if isinstance(error, Refusal) else error
-                if lost is None or context.request.response_started:
+                if lost is None or not context.may_forget_response:
                     raise
                 if attempt.may_resend(lost, streamed=upstream.body.upload is not None):
                     context.forget_response(lost)

@@ -462,7 +462,7 @@ class EventRelay(ResponseRelay):
                 if self.record is not None:
                     self._write(self._renamed(b"".join(shown)))
                 raise
-            if self.failure is not None and not self._request.response_started and left == first:
+            if self.failure is not None and left == first and (self.events == first or not self._request.response_started):
                 self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
             left -= 1

@@ -11,6 +11,7 @@ from contextlib import closing
 import orjson
 import pytest
 
+from gateway.client.keepalive import COMMENT
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import CONTINUED, decode, frames
@@ -21,7 +22,7 @@ from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
 from tests.support.running import key, model, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import DONE, Reply, chat, request, request_once
+from tests.support.wire import DONE, EVENTS, ROLE, SHOWN, Reply, chat, client, request, request_once
 from tests.upstream.simulator.test_process import running
 from upstream.balancing.server import Condition
 
@@ -79,6 +80,38 @@ async def test_a_server_accepts_requests_and_closes(death: str) -> None:
             records += served.context.records
         assert len(dying.requests()) == len(other.requests()) == len(WIRES)
     check(replies, records)
+
+
+DEAD_ENGINE = b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
+
+
+@pytest.mark.parametrize("sent", [ROLE[:20], b"\n", DEAD_ENGINE], ids=["a part of an event", "a blank line", "a dead engine"])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.row(3)
+async def test_comments_are_no_part_of_a_lost_response(sent: bytes, temperature: int) -> None:
+    commented = asyncio.Event()
+
+    async def dies_first(talk: Conversation) -> None:
+        await talk.begin_stream()
+        if len(first.requests) == 1:
+            await commented.wait()
+            await talk.chunk(sent)
+            talk.writer.close()
+            return
+        for event in EVENTS:
+            await talk.chunk(event)
+        await talk.end_stream()
+
+    async with scripted(dies_first) as first, unharmed([model(first.port, first.port, keepalive=0.05)]) as served:
+        async with client(served.port) as one:
+            one.send(request(chat(stream=True, temperature=temperature)))
+            reply = asyncio.create_task(one.reply())
+            await one.begun.wait()
+            commented.set()
+            pieces = (await reply).pieces
+        assert pieces[0] == COMMENT and b"".join(piece for piece in pieces if piece != COMMENT).strip() == b"".join(SHOWN).strip()
+        [record] = served.context.records
+        assert (record.retries, record.code, record.incomplete, record.continuations) == (1, None, None, ())
 
 
 @pytest.mark.row(3)
