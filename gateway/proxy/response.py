@@ -460,6 +460,8 @@ class EventRelay(ResponseRelay):
                 shown.append(self._process(event, left))
             except UpstreamError:
                 if self.record is not None:
+                    assert self.gaps is not None
+                    self.gaps.more -= left  # the client does not get these events
                     self._write(self._renamed(b"".join(shown)))
                 raise
             if self.failure is not None and left == first and (self.events == first or not self._request.response_started):

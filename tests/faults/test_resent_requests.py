@@ -22,7 +22,7 @@ from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
 from tests.support.running import key, model, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import DONE, EVENTS, ROLE, SHOWN, Reply, chat, client, request, request_once
+from tests.support.wire import DEAD_ENGINE, DONE, EVENTS, ROLE, SHOWN, Reply, chat, client, request, request_once
 from tests.upstream.simulator.test_process import running
 from upstream.balancing.server import Condition
 
@@ -82,9 +82,6 @@ async def test_a_server_accepts_requests_and_closes(death: str) -> None:
     check(replies, records)
 
 
-DEAD_ENGINE = b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
-
-
 @pytest.mark.parametrize("sent", [ROLE[:20], b"\n", DEAD_ENGINE], ids=["a part of an event", "a blank line", "a dead engine"])
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.row(3)
@@ -93,7 +90,7 @@ async def test_comments_are_no_part_of_a_lost_response(sent: bytes, temperature:
 
     async def dies_first(talk: Conversation) -> None:
         await talk.begin_stream()
-        if len(first.requests) == 1:
+        if talk.number == 1:
             await commented.wait()
             await talk.chunk(sent)
             talk.writer.close()

@@ -38,6 +38,8 @@ DONE = b"data: [DONE]\n\n"
 EVENTS = (ROLE, HELLO, STOP, COUNT, DONE)
 SHOWN = (ROLE, HELLO, STOP, DONE)
 """The events for a client that did not request usage."""
+DEAD_ENGINE = b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
+"""An event of a server whose engine has died."""
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

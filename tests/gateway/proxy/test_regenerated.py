@@ -19,7 +19,7 @@ from tests.gateway.continuation.streams import view_of
 from tests.support.running import MODEL, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.simulated import simulated
-from tests.support.wire import Reply, chat, request, request_once
+from tests.support.wire import DEAD_ENGINE, DONE, HELLO, ROLE, Reply, chat, delta, request, request_once
 from upstream.balancing.server import Condition
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -208,3 +208,21 @@ async def test_a_request_that_is_moved_from_a_removed_server_goes_to_a_new_one()
         served.worker.apply_health(Health({spec.name: Condition.UP for spec in replaced.servers}, {}))
         assert (await asyncio.wait_for(replying, 30)).status == 200
         assert (len(one.requests), len(other.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("last", [DEAD_ENGINE, delta("{}", '"abort"')], ids=["a dead engine", "an abort"])
+async def test_only_events_that_were_sent_are_counted_of_a_read_with_a_failure(last: bytes) -> None:
+    async def fails(talk: Conversation) -> None:
+        if talk.number > 1:
+            await talk.respond(b"{}", "500 Internal Server Error")
+            return
+        await talk.begin_stream()
+        await talk.chunk(ROLE + HELLO)
+        await talk.chunk(HELLO + last + DONE)
+        await talk.end_stream()
+
+    async with scripted(fails) as server, serving([model(server.port, server.port)]) as served:
+        reply = await request_once(served.port, request(chat(stream=True, temperature=0)))
+        assert (reply.status, reply.body.count(HELLO)) == (200, 2)
+        [record] = served.context.records
+        assert {(each.outcome, each.lost_tokens) for each in record.continuations} == {("failed", 3)}
