@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.config import Config, Problem, Team
-from gateway.control.raises import Holder, Raises
+from gateway.control.raises import Raises
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
 from gateway.snapshot.snapshot import CALENDAR, Allowance, Key
 from gateway.store.database import Changes, KeyDatabase
 from gateway.store.decisions import Named
+from gateway.store.entries import Holder
 from gateway.store.local_copy import LocalCopy
 from gateway.store.notifications import notifications
 from gateway.store.service import CHANGE_TIMEOUT, KeyService

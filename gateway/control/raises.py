@@ -9,16 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 
 from gateway.key_management.raises import Raise, decode, encode, with_raises
 from gateway.snapshot.compact import without_defaults
 from gateway.snapshot.snapshot import Allowance, Key, Snapshot
+from gateway.store.entries import Holder
 
-Kind = Literal["key", "team"]
-Holder = tuple[Kind, str]
 _log = logging.getLogger("vllm_gateway.control")
 
 

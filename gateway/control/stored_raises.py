@@ -14,15 +14,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.admin.raise_routes import Changed
 from gateway.control.control import Control
-from gateway.control.raises import Holder
-from gateway.key_management.raises import Raise, encode
+from gateway.key_management.raises import Raise, RaiseChange, Work, encode
 from gateway.ledger.spool import replace_synced
 from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.store.entries import Holder
 
-Work = Callable[[tuple[Raise, ...]], tuple[Raise, ...]]
-"""Returns the raises of a holder after a change. It may be called again, and raises an error to change nothing."""
 _INTERVAL = 0.25  # seconds between two looks for raises that have ended
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -76,7 +73,7 @@ class StoredRaises:
         known = (*(each for key in (*keys[:1], *([stored] if stored else ())) for each in key.allowances), *of_teams)
         return next((each for each in known if each.holder == name), Allowance(name, Limits()))
 
-    async def change(self, holder: Holder, work: Work, record: Callable[[Changed], None]) -> Changed:
+    async def change(self, holder: Holder, work: Work, record: Callable[[RaiseChange], None]) -> RaiseChange:
         """Change the raises of a holder. Returns those before and after, when the workers of this gateway have applied them.
 
         ``record`` gets them before they are stored. Raises its errors and those of ``work``, DatabaseUnavailableError, and OSError if the
@@ -86,14 +83,14 @@ class StoredRaises:
             return await store.change(lambda service: service.change_raises(holder, work), record)
         async with self._changing:
             before = self._raises.of(holder)
-            after = work(before)
-            await asyncio.to_thread(record, (before, after))
-            stored = self._raises.stored() | {holder: encode(after)}
+            done = RaiseChange(before, work(before))
+            await asyncio.to_thread(record, done)
+            stored = self._raises.stored() | {holder: encode(done.after)}
             await asyncio.to_thread(_write, self._file, [(*each, text) for each, text in stored.items()])
             self._raises.learn(stored)
             self._control.raises_changed()
             await self._control.wait_applied(self._control.publisher.publish_health())
-            return before, after
+            return done
 
 
 def raises_file(config: Path, state: Path) -> Path:

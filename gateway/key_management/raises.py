@@ -8,11 +8,11 @@ models or of a session, and no soft budgets, which only warn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,17 @@ class Raise:
         amount = json_number(self.amount) if self.is_cost and self.amount is not None else self.amount
         to = f"{self.factor}x" if amount is None else amount
         return {"limit": self.limit, "to": to, "until": instant_of(self.until), "created": instant_of(self.created), "by": self.by}
+
+
+class RaiseChange(NamedTuple):
+    """The raises of a holder before and after a change."""
+
+    before: tuple[Raise, ...]
+    after: tuple[Raise, ...]
+
+
+Work = Callable[[tuple[Raise, ...]], tuple[Raise, ...]]
+"""Returns the raises of a holder after a change. It may be called again, and raises an error to change nothing."""
 
 
 def new_raise(sent: Mapping[str, Any], allowance: Allowance, now: datetime, by: str) -> Raise:

@@ -24,7 +24,7 @@ from gateway.access.actor import PersonId
 from gateway.ledger.schema import utc
 from gateway.ledger.statements import batches
 from gateway.ledger.store import Database, create_database_engine
-from gateway.store.entries import Kind, Position, Row, hashes_and_team
+from gateway.store.entries import Holder, Kind, Position, Row, hashes_and_team
 from gateway.store.errors import Reason, RefusedChangeError
 from gateway.store.schema import CHANGES, IDEMPOTENCY, KEY_HASHES, KEYS, RAISES, TEAMS
 
@@ -55,10 +55,6 @@ class Changed(NamedTuple):
 
     entries: Mapping[str, str]
     removed: Sequence[str] = ()
-
-
-Holder = tuple[Kind, str]
-"""The kind and the ID of a key or team, of the store or of the YAML."""
 
 
 class Changes(NamedTuple):

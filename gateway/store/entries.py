@@ -21,6 +21,8 @@ from gateway.config import Key, Team
 from gateway.key_management.key_list import last_expiry
 
 Kind = Literal["key", "team"]
+Holder = tuple[Kind, str]
+"""The kind and the ID of a key or team, of the store or of the YAML."""
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 

@@ -15,11 +15,11 @@ from gateway.access.actor import PersonId
 from gateway.auth import keys
 from gateway.config import Key, SelfService
 from gateway.key_management.keys_import import BadLineError, ImportedKey, SortedKeys, read_keys, sort_keys, without_unknown_teams
-from gateway.key_management.raises import Raise, decode, encode
+from gateway.key_management.raises import RaiseChange, Work, decode, encode
 from gateway.store import decisions, self_service
-from gateway.store.database import Holder, KeyDatabase, Transaction
+from gateway.store.database import KeyDatabase, Transaction
 from gateway.store.decisions import Named, check_version
-from gateway.store.entries import Repeatable, Row, StoredKey, StoredTeam, key_json, stored_key, stored_team, team_json
+from gateway.store.entries import Holder, Repeatable, Row, StoredKey, StoredTeam, key_json, stored_key, stored_team, team_json
 from gateway.store.errors import Reason, RefusedChangeError
 from gateway.store.self_service import Grant
 
@@ -39,9 +39,6 @@ class Store(Protocol):
 
     async def read(self, work: Callable[[KeyDatabase], T]) -> T:
         """Run a query. Raises DatabaseUnavailableError."""
-
-
-Raised = tuple[Raise, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +204,20 @@ class KeyService:
 
     # Raises
 
-    def change_raises(self, holder: Holder, work: Callable[[Raised], Raised]) -> tuple[Raised, Raised]:
+    def change_raises(self, holder: Holder, work: Work) -> RaiseChange:
         """Change the raises of a key or team, also of one in the YAML. Returns those in force before and after.
 
         Raises the errors of ``work``, and then nothing was changed.
         """
         now = datetime.now(UTC)
 
-        def change(transaction: Transaction) -> tuple[Raised, Raised]:
+        def change(transaction: Transaction) -> RaiseChange:
             stored = transaction.raises(*holder)
             before = tuple(each for each in (() if stored is None else decode(stored)) if each.until > now.timestamp())
             after = work(before)
             last = datetime.fromtimestamp(max((each.until for each in after), default=0.0), UTC)
             transaction.set_raises(*holder, encode(after), last)
-            return before, after
+            return RaiseChange(before, after)
 
         return self._database.change(change, now)
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gateway.config import Config, Team
-from gateway.store.database import Changed, Changes, Holder
+from gateway.store.database import Changed, Changes
 from gateway.store.decisions import subject_prefixes
-from gateway.store.entries import KeySummary, Kind, Position, key_summary, parse_team, team_json
+from gateway.store.entries import Holder, KeySummary, Kind, Position, key_summary, parse_team, team_json
 
 Encode = Callable[[str, Team | None], bytes]
 """Returns a key, from its JSON and its team, as workers decode it. Raises ValueError for an invalid entry."""
