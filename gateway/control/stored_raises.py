@@ -11,13 +11,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from gateway.control.control import Control
 from gateway.key_management.raises import Raise, RaiseChange, Work, encode
 from gateway.ledger.spool import replace_synced
-from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance, Key, Limits
 from gateway.store.entries import Holder
 
 _INTERVAL = 0.25  # seconds between two looks for raises that have ended
@@ -62,16 +63,24 @@ class StoredRaises:
     def allowance(self, holder: Holder) -> Allowance | None:
         """Return the limits of a key or team as they are in force; None if it does not exist. Without limits they are empty."""
         kind, identity = holder
-        control, name = self._control, f"{kind} {identity}"
-        snapshot, store = control.workers.snapshot, control.key_store
-        keys = [] if snapshot is None else [key for key in snapshot.keys if identity == (key.id if kind == "key" else key.team)]
-        stored = None if store is None else store.key(identity) if kind == "key" else store.key_of_team(identity)
-        of_teams = () if snapshot is None or kind == "key" else snapshot.teams.get(identity, ())
-        exists = keys or stored is not None or (kind == "team" and any(team.id == identity for team in control.config.teams))
-        if not exists:
+        snapshot, keys = self._control.workers.snapshot, list(self._keys_of(holder))
+        if not keys and not (kind == "team" and any(team.id == identity for team in self._control.config.teams)):
             return None
-        known = (*(each for key in (*keys[:1], *([stored] if stored else ())) for each in key.allowances), *of_teams)
+        known = [each for key in keys for each in key.allowances]
+        if kind == "team" and snapshot is not None:
+            known += snapshot.teams.get(identity, ())  # of tokens, which may be in a team without keys
+        name = f"{kind} {identity}"
         return next((each for each in known if each.holder == name), Allowance(name, Limits()))
+
+    def _keys_of(self, holder: Holder) -> Iterator[Key]:
+        """Yield a key with the limits of a holder: one of the configuration, then one of the store."""
+        kind, identity = holder
+        snapshot, store = self._control.workers.snapshot, self._control.key_store
+        in_yaml = () if snapshot is None else (key for key in snapshot.keys if identity == (key.id if kind == "key" else key.team))
+        yield from islice(in_yaml, 1)  # all keys of a team have its limits
+        stored = None if store is None else store.key(identity) if kind == "key" else store.key_of_team(identity)
+        if stored is not None:
+            yield stored
 
     async def change(self, holder: Holder, work: Work, record: Callable[[RaiseChange], None]) -> RaiseChange:
         """Change the raises of a holder. Returns those before and after, when the workers of this gateway have applied them.
