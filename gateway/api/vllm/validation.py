@@ -26,16 +26,20 @@ _MAX_SEGMENTS = 32  # names in a path
 _MAX_EXPECTED = 12  # accepted values that are listed
 
 
-class Finding(NamedTuple):
-    """One of pydantic's findings. ``kind`` is ``missing``, ``string_type`` and so on; ``path`` is relative to the body.
+class Branch(NamedTuple):
+    """A branch of a union that was part of a path. ``depth`` is the length of the union's path."""
 
-    ``branches`` are the names of a union's branches that were part of the path, each with the length of the union's path.
-    """
+    depth: int
+    name: str
+
+
+class Finding(NamedTuple):
+    """One of pydantic's findings. ``kind`` is ``missing``, ``string_type`` and so on; ``path`` is relative to the body."""
 
     kind: str
     path: Path
     reason: str
-    branches: tuple[tuple[int, str], ...] = ()
+    branches: tuple[Branch, ...] = ()
 
 
 class ErrorReport(NamedTuple):
@@ -113,13 +117,13 @@ _UNKNOWN = object()
 def _locate(finding: Finding, document: Any) -> Finding:
     """Return a finding whose path has the segments of the document alone; the others are its branches."""
     path: list[str] = []
-    branches: list[tuple[int, str]] = []
+    branches: list[Branch] = []
     value = document
     last = len(finding.path) - 1
     for at, segment in enumerate(finding.path):
         below = _below(value, segment)
         if below is _UNKNOWN and (_CLASS.match(segment) or _INTERNAL.search(segment)):
-            branches.append((len(path), segment))
+            branches.append(Branch(len(path), segment))
         elif below is _UNKNOWN and segment.isdecimal() and isinstance(value, dict | str):
             return Finding("list_type", tuple(path), "", tuple(branches))  # vLLM iterated over it without a check that it is a list
         elif below is _UNKNOWN and at < last and isinstance(value, dict) and value.get("type") == segment:
@@ -279,14 +283,14 @@ _KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
 
 def _chosen(located: list[Finding], document: Any, more: bool) -> list[Finding]:
     """Remove the findings of branches that the client did not intend."""
-    while any(each.branches for each in located):
-        depth, _ = next(each.branches[0] for each in located if each.branches)
-        union = next(each.path[:depth] for each in located if each.branches)
+    while (first := next((each for each in located if each.branches), None)) is not None:
+        depth = first.branches[0].depth
+        union = first.path[:depth]
         branches: dict[str, list[Finding]] = {}
         others = []
         for each in located:
-            if each.branches and each.branches[0][0] == depth and each.path[:depth] == union:
-                branches.setdefault(each.branches[0][1], []).append(each._replace(branches=each.branches[1:]))
+            if each.branches and each.branches[0].depth == depth and each.path[:depth] == union:
+                branches.setdefault(each.branches[0].name, []).append(each._replace(branches=each.branches[1:]))
             else:
                 others.append(each)
         located = others + _branch(union, branches, value_at(document, union), more)
@@ -298,28 +302,32 @@ def _branch(union: Path, branches: Mapping[str, list[Finding]], value: Any, more
     found = [each for branch in branches.values() for each in branch]
     if value is not _UNKNOWN and not isinstance(value, dict):
         return [each for each in found if each.path == union] or found
-    names = _DISCRIMINATORS if isinstance(value, dict) and isinstance(value.get("type"), str) else ("role", "type")
-    given = next((value[name] for name in names if isinstance(value, dict) and isinstance(value.get(name), str)), None)
-    marks = {(*union, name) for name in (names[:1] if names is _DISCRIMINATORS else names)}
-    unlike = [any(each.path in marks for each in branch) for branch in branches.values()]
-    whole = list(branches.values())[: -1 if more and len(branches) > 1 else None]  # findings of the last listed branch may be missing
-    if given is not None or value is _UNKNOWN or not any(unlike):
-        for branch, is_unlike in zip(whole, unlike, strict=False):
-            if not is_unlike:
-                return branch
-    if more and given in _KNOWN:
-        return _unlisted(union, whole, marks, value, str(given))
-    paths = {(*union, name) for name in _DISCRIMINATORS}
-    return _discriminator(union, [each for each in found if each.path in paths], value, more)
+    fields = {} if value is _UNKNOWN else value
+    has_type = isinstance(fields.get("type"), str)
+    given = fields.get("type" if has_type else "role")
+    is_named = isinstance(given, str)
+    # A branch that finds the type or the role wrong is for another kind of value.
+    marks = {(*union, name) for name in (("type",) if has_type else _DISCRIMINATORS)}
+    is_unlike = {name: any(each.path in marks for each in branch) for name, branch in branches.items()}
+    complete = list(branches)
+    if more and len(branches) > 1:
+        complete.pop()  # findings of the last listed branch may be missing
+    fitting = next((branches[name] for name in complete if not is_unlike[name]), None)
+    if fitting is not None and (is_named or value is _UNKNOWN or not any(is_unlike.values())):
+        return fitting
+    if more and is_named and given in _KNOWN:
+        return _unlisted(union, [branches[name] for name in complete], marks, value, given)
+    return _discriminator(union, found, value, more)
 
 
 def _unlisted(union: Path, branches: Sequence[list[Finding]], marks: set[Path], value: Any, given: str) -> list[Finding]:
     """Return the findings to report for a value whose type or role exists, but whose branch vLLM has not listed."""
     required = _REQUIRED.get(given, {})
-    absent = [Finding("missing", (*union, name), "") for name in required if name not in value]
-    wrong = [name for name, kinds in required.items() if not any(_is_of_type(value.get(name), kind) for kind in kinds)]
-    if absent or wrong:
-        return absent or [Finding(kind, (*union, name), "") for name in wrong for kind in required[name]]
+    if absent := [Finding("missing", (*union, name), "") for name in required if name not in value]:
+        return absent
+    wrong = [name for name, kinds in required.items() if not any(_is_of_type(value[name], kind) for kind in kinds)]
+    if wrong:
+        return [Finding(kind, (*union, name), "") for name in wrong for kind in required[name]]
     first = branches[0]
     shared = set.intersection(*({each.path for each in branch if not each.branches} - marks for branch in branches))
     if shared and given in KNOWN_ROLES:
@@ -328,17 +336,17 @@ def _unlisted(union: Path, branches: Sequence[list[Finding]], marks: set[Path], 
     return [Finding("branch", union, f"The fields do not fit '{given}'")]
 
 
-def _discriminator(union: Path, found: list[Finding], value: Any, more: bool) -> list[Finding]:
+def _discriminator(union: Path, found: Sequence[Finding], value: Any, more: bool) -> list[Finding]:
     """Return a finding about the type or the role, with the values that any of the branches accepts."""
+    by_name = {name: [each for each in found if each.path == (*union, name)] for name in _DISCRIMINATORS}
     present = [name for name in _DISCRIMINATORS if isinstance(value, dict) and name in value]
-    named = {each.path[-1] for each in found}
-    name = next((each for each in (*present, "role", "type") if each in named), "type")
-    of_name = [each for each in found if each.path[-1] == name]
-    wrong = [each for each in of_name if each.kind == "literal_error"]
-    if name not in present or not wrong:
-        return [each for each in of_name if each.kind == "missing"][:1] or of_name[:1]
-    expected = dict.fromkeys(value for each in wrong for value in _EXPECTED.findall(each.reason))
-    return [Finding("literal_error", (*union, name), " ".join(f"'{value}'" for value in expected) + ("…" if more else ""))]
+    name = next((each for each in (*present, "role", "type") if by_name[each]), "type")
+    wrong = [each for each in by_name[name] if each.kind == "literal_error"]
+    if name in present and wrong:
+        expected = dict.fromkeys(value for each in wrong for value in _EXPECTED.findall(each.reason))
+        return [Finding("literal_error", (*union, name), " ".join(f"'{value}'" for value in expected) + ("…" if more else ""))]
+    missing = [each for each in by_name[name] if each.kind == "missing"]
+    return (missing or by_name[name])[:1]
 
 
 def _without_other_bodies(located: list[Finding], document: Any) -> list[Finding]:
