@@ -9,6 +9,7 @@ the error and the request, and is bounded.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -390,13 +391,17 @@ def _without_mixtures(located: list[Finding], document: Any) -> list[Finding]:
 
     A branch of another type reports the type first, so what precedes the first of these findings is of the right one.
     """
-    types = [each.path for each in located if each.kind in ("literal_error", "missing") and each.path[-1:] == ("type",)]
-    for path in {each for each in types if types.count(each) > 1}:
+    types = Counter(each.path for each in located if each.kind in ("literal_error", "missing") and each.path[-1:] == ("type",))
+    for path in sorted((path for path, count in types.items() if count > 1), key=len):
+        own = [each for each in located if each.path == path]
+        if not own:
+            continue  # an outer union has removed the branch with this one
         union, depth = path[:-1], len(path) - 1
         inside = [each for each in located if each.path[:depth] == union and len(each.path) > depth]
-        deeper = [each for each in inside if each.path != path and len(each.path) > depth + 1 and holds(document, each.path[: depth + 1])]
-        first = next(at for at, each in enumerate(inside) if each.path == path)
-        keep = deeper or (inside[:first] if holds(document, path) else []) or [each for each in inside if each.path == path]
+        keep = [each for each in inside if len(each.path) > depth + 1 and holds(document, each.path[: depth + 1])]
+        if not keep and holds(document, path):
+            keep = inside[: inside.index(own[0])]
+        keep = keep or own
         located = [each for each in located if each not in inside or each in keep]
     return located
 

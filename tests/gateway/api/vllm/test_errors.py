@@ -216,6 +216,14 @@ def test_two_wrong_fields_are_both_named() -> None:
     assert (refusal.code, refusal.param) == ("missing_required_parameter", "tools.0.function.name")
 
 
+@pytest.mark.parametrize("sent", [{"x": 1}, {"type": "a"}])
+def test_a_union_inside_a_branch_that_the_client_did_not_mean(sent: dict[str, object]) -> None:
+    """The outer union is first, in each process: it removes all findings of the inner one."""
+    outer, inner = (("missing", f"body.input.{path}", "Field required") for path in ("type", "content.type"))
+    refusal = from_server(400, orjson.dumps(listed(outer, outer, inner, inner)), "m", "messages", None, {"input": sent})
+    assert refusal.message == "input.type: Field required"
+
+
 def test_the_part_at_fault_is_found_among_others() -> None:
     good = {"type": "image_url", "image_url": {"url": "data:,"}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "user", "content": [good, {"type": "image_url", "image_url": "data:,"}]}]
