@@ -177,19 +177,34 @@ _LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
 def _rebased(report: ErrorReport, document: Any) -> tuple[Finding, ...]:
     """Return the findings with paths that start at the body, also those that are reported relative to a part of it."""
     findings = report.findings
-    relative = report.title is not None or any(each.path[:1] and each.path[0].isdecimal() for each in findings)
-    if not relative or not isinstance(document, dict) or not findings:
+    is_relative = report.title is not None or any(map(_starts_with_item, findings))
+    if not is_relative or not isinstance(document, dict) or not findings:
         return findings
-    in_list = findings[0].path[:1] and findings[0].path[0].isdecimal()
-    for prefix, value in islice(_lists(document) if in_list else _separate(document), MAX_SEARCHED):
+    if not _starts_with_item(findings[0]):
+        return _below_first(_separate(document), findings) or findings
+    return _below_first(_lists(document), findings) or _of_names(document) or findings
+
+
+def _starts_with_item(finding: Finding) -> bool:
+    return bool(finding.path) and finding.path[0].isdecimal()
+
+
+def _below_first(values: Iterable[tuple[Path, Any]], findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings below the first of the values that could have all of them; nothing if there is none."""
+    for path, value in islice(values, MAX_SEARCHED):
         if all(_fits(each, value) for each in findings):
-            return tuple(each._replace(path=prefix + each.path) for each in findings)
-    for path, message in messages(document) if in_list else ():
-        if isinstance(message.get("content"), dict):  # vLLM iterated over the names of its fields
+            return tuple(each._replace(path=path + each.path) for each in findings)
+    return ()
+
+
+def _of_names(document: Any) -> tuple[Finding, ...]:
+    """Return the findings for the first message with an object in place of a list: vLLM iterated over the names of its fields."""
+    for path, message in messages(document):
+        if isinstance(message.get("content"), dict):
             return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
         if isinstance(message.get("tool_calls"), dict | str):
             return (Finding("list_type", (*path, "tool_calls"), ""),)
-    return findings
+    return ()
 
 
 def messages(document: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
