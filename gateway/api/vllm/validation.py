@@ -281,6 +281,7 @@ _BODIES = (
     ("text_1", "text_2"),
 )
 """The alternative bodies of vLLM's routes for pooling and tokenizing: what each requires."""
+_BODY_FIELDS = frozenset(name for body in _BODIES for name in body)
 _TEXT, _LIST_KIND = ("string_type",), ("list_type",)
 _REQUIRED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "function_call": {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT},
@@ -369,33 +370,36 @@ def _without_other_bodies(located: list[Finding], document: Any) -> list[Finding
     """Remove the fields that only another kind of body requires."""
     if not isinstance(document, dict) or not located:
         return located
+    if _fits_a_body(located):
+        return [each for each in located if each.path[:1] and each.path[0] not in _BODY_FIELDS]
     meant = max(_BODIES, key=lambda body: sum(name in document for name in body))
-    if not any(name in document for name in meant):
-        meant = next((body for body in _BODIES for each in located if each.kind == "missing" and set(each.path) <= set(body)), meant)
-    names = {name for body in _BODIES for name in body}
-    if _fits_a_body(located, names):
-        return [each for each in located if each.path[:1] and each.path[0] not in names]
-    foreign = names - set(meant)
-    remaining = [each for each in located if not (each.kind == "missing" and len(each.path) == 1 and each.path[0] in foreign)]
-    return remaining or located
+    if _BODY_FIELDS.isdisjoint(document):
+        meant = next((body for body in _BODIES for each in located if _lacks_one_of(body, each)), meant)
+    foreign = _BODY_FIELDS.difference(meant)
+    return [each for each in located if not _lacks_one_of(foreign, each)] or located
 
 
-def _fits_a_body(located: Sequence[Finding], names: Container[str]) -> bool:
+def _lacks_one_of(names: Container[str], finding: Finding) -> bool:
+    """Return whether a finding is that the body itself lacks one of these fields."""
+    return finding.kind == "missing" and len(finding.path) == 1 and finding.path[0] in names
+
+
+def _fits_a_body(located: Sequence[Finding]) -> bool:
     """Return whether only other fields than the text are wrong: one of the alternatives reports nothing about its text.
 
     The alternatives are reported one after another. So two of them have the same finding with nothing in between.
     """
-    has_alternatives = any(each.kind == "missing" and len(each.path) == 1 and each.path[0] in names for each in located)
+    has_alternatives = any(_lacks_one_of(_BODY_FIELDS, each) for each in located)
     repeated = (one.path for one, other in pairwise(located) if one[:2] == other[:2])
-    return has_alternatives and any(len(path) == 1 and path[0] not in names for path in repeated)
+    return has_alternatives and any(len(path) == 1 and path[0] not in _BODY_FIELDS for path in repeated)
 
 
 def _missing_bodies(located: list[Finding], document: Any) -> Explanation | None:
     """Return the explanation for a body with the required fields of none of its alternatives."""
-    if not isinstance(document, dict) or any(name in document for body in _BODIES for name in body):
+    if not isinstance(document, dict) or not _BODY_FIELDS.isdisjoint(document):
         return None
-    missing = dict.fromkeys(each.path[0] for each in located if each.kind == "missing" and len(each.path) == 1)
-    bodies = sorted((body for body in _BODIES if missing.keys() >= set(body)), key=lambda body: [*missing].index(body[0]))
+    missing = [each.path[0] for each in located if _lacks_one_of(_BODY_FIELDS, each)]
+    bodies = sorted((body for body in _BODIES if set(body) <= set(missing)), key=lambda body: missing.index(body[0]))
     if len(bodies) < 2:
         return None
     return Explanation(f"{_either([' and '.join(body) for body in bodies])}: Field required", bodies[0][0], missing=True)
