@@ -319,7 +319,7 @@ def _branch(union: Path, branches: Mapping[str, list[Finding]], value: Any, more
     found = [each for branch in branches.values() for each in branch]
     if value is not _UNKNOWN and not isinstance(value, dict):
         return [each for each in found if each.path == union] or found
-    fields = {} if value is _UNKNOWN else value
+    fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     has_type = isinstance(fields.get("type"), str)
     given = fields.get("type" if has_type else "role")
     is_named = isinstance(given, str)
