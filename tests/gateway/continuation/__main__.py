@@ -1,6 +1,7 @@
 """Cut many random streams, some of them twice, and compare each with its undisturbed stream.
 
-``python -m tests.gateway.continuation [COUNT [REAL]]`` prints the number of equal streams and each difference. Sampled streams follow.
+``python -m tests.gateway.continuation [COUNT [REAL]]`` prints the number of equal streams, each difference, and the gaps. Sampled streams
+follow.
 ``REAL``: so many streams of two real vLLM servers, one of which is killed in the middle of the last ones.
 ``python -m tests.gateway.continuation restart [COUNT]`` prints what a rolling restart under so many streams takes.
 """
@@ -41,6 +42,7 @@ class Comparison:
     def __init__(self, count: int) -> None:
         self._dice = random.Random(count)
         self.results = Counter[str]()
+        self.gaps: dict[str, list[float]] = {}
         self.count = self.different = 0
 
     async def add(self, one: Stage, count: int, *, stopped: float = 0.0, reasoning: bool = True) -> None:
@@ -53,14 +55,20 @@ class Comparison:
                     outcome = await stop_trial(one, completion(prompt=name, max_tokens=80), self._dice)
                 else:
                     outcome = await trial(one, name, self._dice, reasoning=reasoning)
-                self.results.update(f"{each.path} {each.outcome}" for each in outcome.record.continuations)
+                for each in outcome.record.continuations:
+                    self.results[f"{each.path} {each.outcome}"] += 1
+                    if each.gap is not None:
+                        self.gaps.setdefault(each.path, []).append(1e3 * each.gap)
             except AssertionError as error:
                 self.different += 1
                 print(f"{name}: {error}", flush=True)
 
     def show(self, streams: str) -> None:
         """Print the figures."""
-        print(f"{self.count - self.different} of {self.count} {streams} are equal; continuations: {dict(self.results)}", flush=True)
+        print(f"{self.count - self.different} of {self.count} {streams} are equal; continuations: {dict(self.results)}")
+        for path, unsorted in self.gaps.items():
+            gaps = sorted(unsorted)
+            print(f"gap of {path}: {gaps[len(gaps) // 2]:.0f} ms, of 99 in 100 at most {gaps[len(gaps) * 99 // 100]:.0f} ms", flush=True)
 
 
 async def compare(count: int) -> int:
