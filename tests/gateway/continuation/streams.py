@@ -240,9 +240,9 @@ def _choices(documents: list[Json]) -> Json:
             joined["completion_tokens"] = (document.get("usage") or {}).get("completion_tokens")
             for call in delta.get("tool_calls", ()):
                 opened = joined["calls"].setdefault(str(call["index"]), {"once": [], "arguments": ""})
-                opened["once"] += [call[name] for name in ("id", "type") if name in call]
-                opened["once"] += [call["function"]["name"]] if "name" in call["function"] else []
-                opened["arguments"] += call["function"].get("arguments", "")
+                opened["once"] += [call[name] for name in ("id", "type") if call.get(name)]
+                opened["once"] += [call["function"]["name"]] if call["function"].get("name") else []
+                opened["arguments"] += call["function"].get("arguments") or ""
         if not document["choices"]:
             seen.setdefault("usage", []).append(document["usage"])
     return seen
