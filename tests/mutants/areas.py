@@ -208,6 +208,8 @@ LIMITS = {
                 "test_a_cost_is_shown_with_all_of_its_digits",
                 "test_concurrent_requests_are_shown",
                 "test_a_limit_without_known_counts_is_shown_without_use",
+                "test_only_the_hard_limit_of_a_raise_is_shown_as_raised",
+                "test_the_used_share_of_a_limit",
             ),
         )
     ),

@@ -91,7 +91,7 @@ def test_a_key_names_its_end_users_in_one_way() -> None:
     assert on_arrival(Key("a", user_header=HEADER), {b"other": b"x"}).name is None
     assert on_arrival(Key("a", user_header=HEADER), {HEADER: "J\u00fcrgen".encode("latin-1")}).name == "j%C3%BCrgen"
     by_body = on_arrival(Key("a"), headers)
-    assert by_body.is_awaited and by_body.name is None, "the header is trusted only for a key that says so"
+    assert by_body.is_awaited and by_body.is_of_body and by_body.name is None, "the header is trusted only for a key that says so"
     assert named_by_body(Key("a"), " Jane ").name == "jane" and not named_by_body(Key("a"), " Jane ").is_awaited
     assert [named_by_body(Key("a"), field).name for field in (None, 7, ["jane"], "")] == [None] * 4
     subject = on_arrival(Key("staff/Alice", entry="staff"), headers)

@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from gateway.auth import keys
-from gateway.limits.states import HolderRates, limit_states
+from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.windows import BudgetState, NamedBudget
-from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance, Limits, Raised
 from tests.support.described import response_problems
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
@@ -194,3 +194,23 @@ def test_a_limit_without_known_counts_is_shown_without_use() -> None:
     shown = [each.document() for each in limit_states(Allowance("key a", limits), None, None, 0.0)]
     assert [each["limit"] for each in shown] == ["requests_per_minute", "cost_per_day", "tokens_per_month"]
     assert {(each["used"], each["remaining"], each["reset_seconds"]) for each in shown} == {(None, None, None)}
+
+
+def test_only_the_hard_limit_of_a_raise_is_shown_as_raised() -> None:
+    raised = Raised("tokens_per_day", 7, 1e9)
+    limits, used = Limits(requests_per_minute=60, raised=(raised,)), 3.0
+    budgets = [BudgetState(NamedBudget("tokens_per_day", 10, False, is_soft), "day", used, 1.0) for is_soft in (False, True)]
+    shown = list(limit_states(Allowance("key a", limits), HolderRates(0.0, 0.0, 0), budgets, 0.0))
+    assert [(each.limit, each.soft, each.raised) for each in shown] == [
+        ("requests_per_minute", False, None),
+        ("tokens_per_day", False, raised),
+        ("tokens_per_day", True, None),
+    ]
+    document = shown[1].document()
+    assert (document["configured"], document["raised_until"]) == (7, "2001-09-09T01:46:40Z")
+    assert "configured" not in shown[2].document()
+
+
+@pytest.mark.parametrize(("amount", "used", "share"), [(10, 5, 0.5), (10, None, 0.0), (0, 1, 1.0), (0, 0, 0.0)])
+def test_the_used_share_of_a_limit(amount: int, used: int | None, share: float) -> None:
+    assert LimitState("key a", None, "tokens_per_day", amount, used).share == share

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from time import monotonic, time
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets
+from gateway.limits.buckets import Buckets, BucketsFullError
+from gateway.limits.key_limits import PART_FOR_SUBJECTS
 from gateway.limits.reservation import reservation_of
 from gateway.limits.user_table import UserTable
 from gateway.limits.windows import moment
@@ -288,8 +291,21 @@ def test_the_subject_of_a_token_is_its_end_user() -> None:
         assert [name for name, _ in _holders(one, alice)] == ["key staff user staff%2Falice", "team lab user staff%2Falice"]
 
 
-def _holders(one: Limiter, by: Key) -> list[tuple[str, Limits]]:
-    return [(holder.name, holder.limits) for _, holder in one.limits_of(by, {}).holders]
+def _holders(one: Limiter, by: Key, user: str = "") -> list[tuple[str, Limits]]:
+    return [(holder.name, holder.limits) for _, holder in one.limits_of(by, {b"x-openwebui-user-id": user.encode()}).holders]
+
+
+def test_a_subject_without_memory_shares_the_counts_of_its_entry_for_further_end_users() -> None:
+    entry, memory = Key("staff", allowances=(per_user(Limits(requests_per_minute=1), "key staff"),)), mmap.mmap(-1, 4096)
+    struct.pack_into("<QQ", memory, 0, 1, 0)
+    with limiter(entry, buckets=Buckets(memory)) as (one, _):
+        with suppress(BucketsFullError):
+            for number in range(4096):
+                one.buckets.holder(f"key {number}", Limits(), PART_FOR_SUBJECTS)
+        alice = replace(entry, id="staff/alice", entry="staff")
+        assert admitted(one, replace(alice, entry="removed"), ["x"]) == ["overloaded"]
+        assert admitted(one, alice, ["x"]) + admitted(one, replace(alice, id="staff/bob"), ["x"]) == [None, LIMITED]
+        assert [name for name, _ in _holders(one, alice)] == ["key staff other users"]
 
 
 def test_keys_of_the_store_have_users_too() -> None:
@@ -325,6 +341,39 @@ def test_counts_that_moved_are_found_again(most: int, name: str) -> None:
         reservation = reservation_of(one, by, "req", {b"x-openwebui-user-id": b"jane"})
         assert [each.name for each in reservation.shown_holders] == ["key team-a", name]
         assert other.allocate("joe", later) == joe and one.buckets.rates(joe).requests_full == 0, "nothing counted for the other user"
+
+
+@pytest.mark.parametrize(("of_key", "of_team"), [(1, 2), (2, 1)])
+def test_an_end_user_gets_its_own_counts_once_some_are_free(of_key: int, of_team: int) -> None:
+    limits, own = Limits(requests_per_minute=1), ("key team-a user", "team lab user")
+    shared = tuple(each.removesuffix("user") + "other users" for each in own)
+    by = of_header(per_user(limits, max_users=of_key), per_user(limits, "team lab", max_users=of_team), team="lab")
+    with limiter(by) as (one, _):
+        assert [name for name, _ in _holders(one, by, "jane")] == [f"{each} jane" for each in own]
+        assert [name for name, _ in _holders(one, by, "joe")] == [
+            f"{name} joe" if most == 2 else other for name, other, most in zip(own, shared, (of_key, of_team), strict=True)
+        ]
+        assert [name for name, _ in _holders(one, by, "ann")] == [*shared], "not the counts of another one at the bound"
+        for name in ("jane", "ann"):  # remembered: by itself, and with the others at the bound
+            fields = {b"x-openwebui-user-id": name.encode()}
+            assert one.limits_of(by, fields) is one.limits_of(by, fields)
+        for holder in (holder for _, holder in one.limits_of(by, {b"x-openwebui-user-id": b"jane"}).holders):
+            one.buckets.cells[one.buckets.number_cell(holder) + 1] = 0.0  # they are no longer held for it
+        assert [name for name, _ in _holders(one, by, "ann")] == [f"{each} ann" for each in own]
+
+
+@pytest.mark.parametrize(
+    ("header", "named", "message"),
+    [
+        (None, "user", "The field 'user' must name the end user."),
+        (b"x-user", "x-user", "The header 'x-user' must name the end user."),
+    ],
+)
+def test_a_refusal_says_what_must_name_the_end_user(header: bytes | None, named: str, message: str) -> None:
+    by = key(allowances=(per_user(Limits(requests_per_minute=5), missing="refused"),), user_header=header)
+    with limiter(by) as (one, _), pytest.raises(Refusal) as raised:
+        one.end_users.with_body(one.limits_of(by, {}), None)
+    assert (raised.value.code, raised.value.param, str(raised.value)) == ("missing_required_parameter", named, message)
 
 
 def test_a_request_without_a_key_is_refused_where_end_users_must_be_named() -> None:
