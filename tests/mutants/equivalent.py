@@ -256,6 +256,11 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/continuation/token_record.py": {
             ("_without_ids", "2", "3"): "An event ends with two line feeds, and not with three.",
         },
+        "gateway/admission/reserved_slots.py": {
+            ("AdaptiveSlots.bound", "self._ceiling > most", "self._ceiling >= most"): "The ceiling is this number already.",
+            ("ModelSlots.apply", "1", "2"): "Without servers, one slot is open for a limit of one or two.",
+            ("ReservedSlots.tick", "now >= self._decide_at", "now > self._decide_at"): "The clock has more digits than the bound.",
+        },
         "gateway/admission/fair_queue.py": {
             ("Flow.__init__", "self.tag = 0.0", "pass"): "Set before it is read.",
             ("Flow.earlier", "since < 2 * PAUSE", "since <= 2 * PAUSE"): "The clock has more digits than the bound.",

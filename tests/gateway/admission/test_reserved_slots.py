@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from itertools import count
 from typing import Literal
 
 import pytest
@@ -52,6 +54,11 @@ def test_the_slots_follow_the_largest_number_that_meets_the_objectives(most: int
         assert min(opened) >= 1 and max(opened) <= most
 
 
+@pytest.mark.parametrize(("most", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
+def test_half_of_the_slots_are_open_at_first_and_always_one(most: int, expected: int) -> None:
+    assert AdaptiveSlots(most).open == expected
+
+
 def test_a_miss_takes_a_quarter_and_later_probes_are_rare() -> None:
     slots = AdaptiveSlots(31)
     assert slots.open == 15
@@ -59,6 +66,32 @@ def test_a_miss_takes_a_quarter_and_later_probes_are_rare() -> None:
     assert opened[:6] == [11, 8, 9, 10, 10, 10]
     assert opened.count(11) == 3, "one more is tried after 15 seconds, and after a miss, 30"
     assert slots.open == 10
+
+
+@pytest.mark.parametrize(
+    ("best", "pauses"),
+    [(31, [15.0, 7.5, 4.0, 2.0, 1.0, 1.0, 1.0]), (14, [15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0])],
+    ids=["met", "missed"],
+)
+def test_probes_are_more_frequent_once_they_meet_the_objectives_and_rarer_once_they_miss(best: int, pauses: list[float]) -> None:
+    slots, steps = AdaptiveSlots(31), count()
+
+    def seconds_to(most: int, opened: int) -> float:
+        """Decide twice a second, while the objectives are met up to ``most``. Return the seconds until so many slots are open."""
+        for since, step in enumerate(steps):
+            slots.note(10, 10 if slots.open > most else 0)
+            slots.decide(step / 2, 1.0)
+            if slots.open == opened:
+                return since / 2 + 0.5
+        raise AssertionError
+
+    assert [seconds_to(14, opened) for opened in (11, 14)] == [0.5, 1.5]
+    found = list[float]()
+    for _ in pauses:
+        found.append(seconds_to(best, slots.open + 1))
+        if best == 14:
+            assert seconds_to(best, 14) == 0.5, "one less"
+    assert found == pauses
 
 
 def test_while_the_class_is_idle_the_slots_rise_to_what_it_has_missed() -> None:
@@ -218,6 +251,22 @@ def test_the_slots_follow_a_limit_that_changes(reserved: int | Literal["auto"], 
         opened.append(server.open_to(0))
         assert metrics.cells("open_slots", "m", "chat", "0")[0] == opened[-1]
     assert opened == expected
+
+
+@pytest.mark.parametrize("reserved", [4, AUTO])
+def test_a_class_that_is_removed_shows_no_slots_and_frees_them(reserved: int | Literal["auto"]) -> None:
+    [server], metrics = servers(1, 64), Metrics()
+    slots = ReservedSlots(metrics)
+    model = Model("m", (server.spec,), max_inflight=64, slo=Slo(ttft=1.0))
+    before = Snapshot(1, (), (model,), classes=(QueueClass("chat", reserved_slots=reserved),))
+    slots.apply_snapshot(before, {server.name: server}, 0)
+    shown = [metrics.cells("open_slots", "m", "chat", "0")]
+    if reserved == AUTO:
+        shown.append(metrics.cells("objective_ratio", "m", "chat", "ttft", "0"))
+        shown[-1][0] = 0.5
+    assert all(each[0] for each in shown) and server.reserved
+    slots.apply_snapshot(replace(before, version=2, classes=()), {server.name: server}, 0)
+    assert not any(each[0] for each in shown) and not server.reserved
 
 
 def test_each_worker_is_guaranteed_a_part_of_the_open_slots_only() -> None:
