@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from time import monotonic, time
 from typing import Any
 
@@ -30,7 +30,7 @@ from gateway.limits.reservation import reservation_of
 from gateway.limits.windows import moment
 from gateway.snapshot.link import Health
 from gateway.snapshot.money import Price
-from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, Snapshot
+from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, Model, PerUser, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.gateway.proxy.test_form import FILE, MODEL, form, part
 from tests.support.running import Served, key, model, serving, shared_counters, until
@@ -254,3 +254,30 @@ def test_a_prompt_is_estimated_if_a_limit_counts_tokens(limits: Limits, counts: 
         reservation.settle(Settlement(Usage(7, 3)), 200)
         again, _ = buckets.hard_capacity(reservation.holders(served), moment(monotonic(), time()))
         assert left == again and (not counts or left.tokens == 10**6 - 10)
+
+
+@contextmanager
+def arrived(served: Model, *allowances: Allowance) -> Iterator[Reservation]:
+    """Yield the reservation of a request whose body has not been read."""
+    client_key = Key("team-a", allowances=allowances)
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        limiter.apply_snapshot(Snapshot(1, (client_key,), (served,)))
+        yield reservation_of(limiter, client_key, "req_1", {})
+
+
+@pytest.mark.parametrize("has_price", [True, False])
+def test_a_budget_of_cost_bounds_the_response_of_a_model_with_a_price(has_price: bool) -> None:
+    served, document = model(1, price=Price(10**6, 10**6, 10**6, 10**6) if has_price else None), dict[str, Any]()
+    with arrived(served, holder(cost_per_day=10**6)) as reservation:
+        estimate_request(reservation, document, CHAT, 40, InlineMedia(), served)
+    assert document == ({"max_tokens": DEFAULT_COMPLETION} if has_price else {})
+
+
+@pytest.mark.parametrize(("user", "name"), [("Jane", "user jane"), (None, "without user")])
+def test_a_body_names_its_end_user_before_the_response_is_bounded(user: str | None, name: str) -> None:
+    served, document = model(1), dict[str, Any]()
+    with arrived(served, Allowance("key team-a each user", Limits(tokens_per_day=10**6), users=PerUser())) as reservation:
+        estimate_request(reservation, document, CHAT, 40, InlineMedia(), served, user)
+        assert [each.name for each in reservation.holders(served)] == [f"key team-a {name}"]
+    assert document == {"max_tokens": DEFAULT_COMPLETION}
