@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from functools import reduce
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -75,14 +74,19 @@ def _servers(connection: Connection, query: UsageQuery) -> Iterator[ReconciledSe
     of_servers = {server: list(found) for server, found in groupby(windows(samples, since, until), attrgetter("server"))}
     models = Counter(found[0].model for found in of_servers.values())
     for server, found in of_servers.items():
-        rows = _rows_of(server, found[0].model, is_only=models[found[0].model] == 1)
-        sums = [classify(window.growth, _ledger_sums(connection, rows, window.begin, window.end)) for window in found]
-        prompt, completion = (reduce(Classes.__add__, kind, Classes()) for kind in zip(*sums, strict=True))
-        in_progress = sum((_in_flight(connection, rows, window) for window in found if not window.is_quiet), Counter[str]())
-        unsampled = sum((_tokens(_ledger_sums(connection, rows, *gap)) for gap in gaps(found, since, until)), Counter[str]())
-        tokens = {"in_progress": in_progress, "unsampled": unsampled}
-        further = {f"{kind}_{name}": counts[kind] for name, counts in tokens.items() for kind in KINDS}
-        yield ReconciledServer(found[-1].model, server, found[0].begin, found[-1].end, len(found), prompt, completion, **further)
+        first, last = found[0], found[-1]
+        rows = _rows_of(server, first.model, is_only=models[first.model] == 1)
+        prompt, completion = Classes(), Classes()
+        in_progress, unsampled = Counter[str](), Counter[str]()
+        for window in found:
+            classes = classify(window.growth, _ledger_sums(connection, rows, window.begin, window.end))
+            prompt, completion = prompt + classes[0], completion + classes[1]
+            if not window.is_quiet:
+                in_progress += _in_flight(connection, rows, window)
+        for begin, end in gaps(found, since, until):
+            unsampled += _tokens(_ledger_sums(connection, rows, begin, end))
+        further = {f"{kind}_in_progress": in_progress[kind] for kind in KINDS} | {f"{kind}_unsampled": unsampled[kind] for kind in KINDS}
+        yield ReconciledServer(last.model, server, first.begin, last.end, len(found), prompt, completion, **further)
 
 
 def _rows_of(server: str, model: str, *, is_only: bool) -> ColumnElement[bool]:
