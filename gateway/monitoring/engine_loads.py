@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
@@ -25,15 +24,6 @@ INTERVAL = 1.0
 _READ_TIMEOUT = 2.0  # seconds: an older sample would say little
 _READERS = 8  # servers that are read at the same time
 _log = logging.getLogger("vllm_gateway.control")
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """The load of a server, with the time before it was read, in nanoseconds, and the time after it, in seconds."""
-
-    began_ns: int
-    ended: float
-    load: EngineMetrics
 
 
 class EngineLoads:
@@ -67,25 +57,25 @@ class EngineLoads:
         counts = Counter(engine.model for engine in engines.values())
         placed = {model for model in by_cost if counts[model] > 1}  # a single server is not chosen, so its load does not matter
         sampled = {name: engine for name, engine in engines.items() if engine.model in placed | limited}
-        samples = await asyncio.gather(*map(self._sample, sampled.values()))
-        of_limits: dict[str, tuple[float, EngineMetrics] | None] = {}
-        for (name, engine), sample in zip(sampled.items(), samples, strict=True):
-            if sample is not None and engine.model in placed:
-                self._write_placement(name, sample)
-            if engine.model in limited:
-                of_limits[name] = None if sample is None else (sample.ended, sample.load)
-        if of_limits:
-            self._limits.observe(of_limits)
+        found = await asyncio.gather(*(self._sample(name, engine, is_placed=engine.model in placed) for name, engine in sampled.items()))
+        samples = {name: sample for name, sample in zip(sampled, found, strict=True) if engines[name].model in limited}
+        if samples:
+            self._limits.observe(samples)
 
-    async def _sample(self, engine: Engine) -> _Sample | None:
+    async def _sample(self, name: str, engine: Engine, *, is_placed: bool) -> tuple[float, EngineMetrics] | None:
+        """Return the time after the sample, and the sample, if the server reports one. It is written for the policy ``cost``."""
         async with self._readers:
             began = time.monotonic_ns()
             text = await metrics_request.read_if_available(engine.target, _READ_TIMEOUT)
-        load = None if text is None else parse_load(text)
-        return None if load is None else _Sample(began, time.monotonic(), load)
+        ended, load = time.monotonic(), None if text is None else parse_load(text)
+        if load is None:
+            return None
+        if is_placed:
+            self._write_placement(name, began, load)
+        return ended, load
 
-    def _write_placement(self, name: str, sample: _Sample) -> None:
-        key, load = server_key(name), sample.load
-        self._placements.write(Kind.LOAD, key, sample.began_ns, (load.running, load.waiting, round(1000 * load.kv_usage)))
+    def _write_placement(self, name: str, time_ns: int, load: EngineMetrics) -> None:
+        key = server_key(name)
+        self._placements.write(Kind.LOAD, key, time_ns, (load.running, load.waiting, round(1000 * load.kv_usage)))
         if load.cache_tokens:
             self._placements.write(Kind.CAPACITY, key, load.cache_tokens)
