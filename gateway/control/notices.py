@@ -22,6 +22,7 @@ from sqlalchemy.engine import URL
 from gateway.config import Config, HolderKind
 from gateway.control.control import Control
 from gateway.control.key_store import decoded_key
+from gateway.ledger.statements import batches
 from gateway.ledger.store import database_url
 from gateway.limits.end_users import fixed_holders, owner_of
 from gateway.limits.user_table import shown_users, users_held
@@ -60,27 +61,34 @@ class WatchedKeys:
         if (snapshot := self._control.workers.snapshot) is None:
             return
         await self._learn(snapshot)
+        holders = await self._holders(snapshot)
+        for some in batches([each for each in holders if each.users is None], _SLICE):
+            yield await self._states(snapshot, some)
+            await asyncio.sleep(0)
+        if "user" not in kinds:
+            return
+        for each in holders:
+            if each.users is None:
+                continue
+            yield await self._states(snapshot, [replace(one, users=each.users) for one in fixed_holders(each)])
+            held = users_held(self._control.workers.buckets, [each.holder])[owner_of(each.holder)]
+            for start in range(0, held, _SLICE):
+                yield await self._users(snapshot, each, start)
+                await asyncio.sleep(0)
+        for some in batches(await self._users_before(snapshot) if snapshot.uses_store else (), _SLICE):
+            yield await self._states(snapshot, some)
+            await asyncio.sleep(0)
+
+    async def _holders(self, snapshot: Snapshot) -> Collection[Allowance]:
+        """Return the budgets of keys, of their teams, and of teams that only tokens name: each holder once."""
         holders: dict[str, Allowance] = {}
-        of_keys = (each for _, facts in self._facts() for each in facts.budgets)  # and of their teams
-        of_teams_of_tokens = (each for of_team in snapshot.teams.values() for each in of_team if windows_of(each.limits))
-        for number, each in enumerate(chain(of_keys, of_teams_of_tokens), 1):
+        of_keys = (each for _, facts in self._facts() for each in facts.budgets)
+        of_teams = (each for of_team in snapshot.teams.values() for each in of_team if windows_of(each.limits))
+        for number, each in enumerate(chain(of_keys, of_teams), 1):
             holders[each.holder] = each
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-        found = [each for each in holders.values() if each.users is None]
-        for start in range(0, len(found), _SLICE):
-            yield await self._states(snapshot, found[start : start + _SLICE])
-            await asyncio.sleep(0)
-        for each in holders.values() if "user" in kinds else ():
-            if each.users is not None:
-                yield await self._states(snapshot, [replace(one, users=each.users) for one in fixed_holders(each)])
-                for start in range(0, users_held(self._control.workers.buckets, [each.holder])[owner_of(each.holder)], _SLICE):
-                    yield await self._users(snapshot, each, start)
-                    await asyncio.sleep(0)
-        earlier = await self._users_before(snapshot) if "user" in kinds and snapshot.uses_store else []
-        for start in range(0, len(earlier), _SLICE):
-            yield await self._states(snapshot, earlier[start : start + _SLICE])
-            await asyncio.sleep(0)
+        return holders.values()
 
     def expiries(self) -> Iterable[tuple[str, float]]:
         """Yield every key that expires with its time, in seconds since the epoch."""
