@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from gateway.config.models import MAX_REPLICAS, matches
@@ -511,24 +511,29 @@ def _user_headers(draft: Draft) -> Iterator[Problem]:
             yield users.problem("an anonymous entry is used by unknown clients, whose end users are not known")
 
 
-def _issuers(draft: Draft) -> Iterator[Problem]:
-    if draft.top.get("jwt").value is None:
-        return
-    yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
-    anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
+def _entries_of_tokens(draft: Draft) -> Iterator[Problem]:
+    """Check that tokens count as entries that exist, each for one issuer, and none for requests without a key."""
+    is_anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
     has_all_ids = isinstance(draft.top.get("keys").value, list | None) and all(_is_text(key.get("id")) for key in draft.keys)
     yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be indistinguishable")
     for setting in _of_tokens(draft):
-        if setting.value not in anonymous:
-            if has_all_ids:
-                yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, anonymous)}")
-        elif anonymous[setting.value]:
+        if is_anonymous.get(setting.value):
             yield setting.problem("is the entry for requests without a key; tokens need another entry")
+        elif setting.value not in is_anonymous and has_all_ids:
+            yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, is_anonymous)}")
+
+
+def _ids_of_subjects(draft: Draft) -> Iterator[Problem]:
+    """Check that no key has an ID that a token's subject could get."""
     of_tokens = {entry for setting in _of_tokens(draft) for entry in (setting.value, escaped(setting.value))}
     for key in draft.keys:
-        begun = str(key.get("id").value).split("/")
-        if any("/".join(begun[:length]) in of_tokens for length in range(1, len(begun))):
+        parts = str(key.get("id").value).split("/")
+        if any("/".join(parts[:length]) in of_tokens for length in range(1, len(parts))):
             yield key.get("id").problem("a token's subject could get this ID after the ID of its entry; choose another")
+
+
+def _issuers(draft: Draft) -> Iterator[Problem]:
+    yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     for issuer in draft.top.each("jwt"):
         keys = issuer.get("keys")
         if isinstance(keys.value, list) and len(keys.value) > 1 and issuer.get("claims", "key").value is None:
@@ -554,62 +559,68 @@ def _sign_in(draft: Draft) -> Iterator[Problem]:
 
 
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
+    """Check that each entry has a hash, is anonymous, or is an entry of tokens."""
     first: ConfigValue | None = None
     of_tokens = {setting.value for setting in _of_tokens(draft)}
-    ids = {key.get("id").value for key in draft.keys if _is_text(key.get("id"))}
+    are_tokens_known = of_tokens <= {key.get("id").value for key in draft.keys if _is_text(key.get("id"))}
     for key in draft.keys:
-        anonymous, hashes = key.get("anonymous"), key.get("hash")
+        identity, anonymous, hashes = key.get("id"), key.get("anonymous"), key.get("hash")
         if not isinstance(key.value, dict) or not isinstance(anonymous.value, bool | None):
             continue
-        if anonymous.value is not True:
-            unclear = not (_is_text(key.get("id")) or key.get("id").value is None) or not of_tokens <= ids
-            if hashes.value in (None, []) and not unclear and key.get("id").value not in of_tokens:
-                yield hashes.problem(
-                    "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
-                )
+        if anonymous.value is True:
+            if hashes.value is not None:
+                yield hashes.problem("the anonymous entry must not have a hash: it is for requests without a key")
+            if first is not None:
+                yield anonymous.problem(f"only one entry can be anonymous; `{first.get('id').value}` is")
+            first = first or key
             continue
-        if hashes.value is not None:
-            yield hashes.problem("the anonymous entry must not have a hash: it is for requests without a key")
-        if first is not None:
-            yield anonymous.problem(f"only one entry can be anonymous; `{first.get('id').value}` is")
-        first = first or key
+        # With an invalid ID, here or where tokens name their entry, this may be the entry of tokens.
+        has_valid_id = identity.value is None or _is_text(identity)
+        may_be_of_tokens = not has_valid_id or not are_tokens_known or identity.value in of_tokens
+        if hashes.value in (None, []) and not may_be_of_tokens:
+            how = "sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
+            yield hashes.problem(f"is missing: {how}")
 
 
 def _scopes(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft, [*draft.keys, *draft.self_service], draft.owners)
 
 
-def _teams(draft: Draft) -> Iterator[Problem]:
-    teams = [team.get("id") for team in draft.top.each("teams")]
-    yield from _repeated(teams, "team")
-    if isinstance(draft.top.get("teams").value, list | None) and all(map(_is_text, teams)):
-        yield from _known((key.get("team") for key in draft.keys), texts(teams), "team")
+def _of_keys(section: str, field: str, *built_in: str) -> Callable[[Draft], Iterator[Problem]]:
+    """Return the check that the IDs of a section differ, and that keys name only these in a field."""
 
+    def check(draft: Draft) -> Iterator[Problem]:
+        ids = [each.get("id") for each in draft.top.each(section)]
+        yield from _repeated(ids, field)
+        if isinstance(draft.top.get(section).value, list | None) and all(map(_is_text, ids)):
+            yield from _known((key.get(field) for key in draft.keys), [*texts(ids), *built_in], field)
 
-def _classes(draft: Draft) -> Iterator[Problem]:
-    classes = [each.get("id") for each in draft.top.each("classes")]
-    yield from _repeated(classes, "class")
-    if isinstance(draft.top.get("classes").value, list | None) and all(map(_is_text, classes)):
-        yield from _known((key.get("class") for key in draft.keys), [*texts(classes), DEFAULT_CLASS], "class")
+    return check
 
 
 def _reserved_slots(draft: Draft) -> Iterator[Problem]:
     """Check that reserved slots leave some for the classes after them, and that there is an objective to follow."""
-    workers = worker_count(draft.top.get("server", "workers").value)
     limited = [model for model in draft.models if model.get("max_inflight").value is not None]
+    without_slo = [model for model in limited if model.get("slo").value is None]
     for each in draft.top.each("classes"):
         reserved = each.get("reserved_slots")
-        if reserved.value == AUTO and each.get("slo").value is None:
-            if without := [str(model.get("id").value) for model in limited if model.get("slo").value is None]:
-                yield reserved.problem(f"auto needs an objective to follow: set `slo` of the class, or of the model {without[0]}")
-        elif isinstance(reserved.value, int) and isinstance(workers, int):
-            for model in limited:
-                most, needed = model.get("max_inflight").value, workers if workers > 1 else 1
-                if isinstance(most, int) and most - reserved.value < needed:
-                    each_worker = f" for each of the {workers} workers" if workers > 1 else ""
-                    name = model.get("id").value
-                    yield reserved.problem(f"of the {most} slots of {name}, none is left for later classes{each_worker}; reserve fewer")
-                    break
+        if isinstance(reserved.value, int):
+            yield from islice(_too_few_left(draft, reserved, limited), 1)
+        elif reserved.value == AUTO and each.get("slo").value is None and without_slo:
+            name = without_slo[0].get("id").value
+            yield reserved.problem(f"auto needs an objective to follow: set `slo` of the class, or of the model {name}")
+
+
+def _too_few_left(draft: Draft, reserved: ConfigValue, limited: Iterable[ConfigValue]) -> Iterator[Problem]:
+    """Report each model whose reserved slots leave none for later classes in each worker."""
+    workers = worker_count(draft.top.get("server", "workers").value)
+    if not isinstance(workers, int):
+        return
+    for model in limited:
+        most = model.get("max_inflight").value
+        if isinstance(most, int) and most - reserved.value < max(workers, 1):
+            where, name = f" for each of the {workers} workers" if workers > 1 else "", model.get("id").value
+            yield reserved.problem(f"of the {most} slots of {name}, none is left for later classes{where}; reserve fewer")
 
 
 def _ports(draft: Draft) -> Iterator[Problem]:
@@ -739,10 +750,12 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _hash_or_anonymous,
     _user_headers,
     _issuers,
+    _entries_of_tokens,
+    _ids_of_subjects,
     _sign_in,
     _scopes,
-    _teams,
-    _classes,
+    _of_keys("teams", "team"),
+    _of_keys("classes", "class", DEFAULT_CLASS),
     _reserved_slots,
     _ports,
     _admin_tokens,
