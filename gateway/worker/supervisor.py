@@ -224,30 +224,16 @@ class _WorkerSlot:
         """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, otherwise by SIGKILL."""
         ours, theirs = socket.socketpair()
         inherited, ledger = self._inherited, self._inherited.ledger
-        fds = {
-            "--listen-fd": inherited.listener.fileno(),
-            "--control-fd": theirs.fileno(),
-            "--counters-fd": self.counters.fd,
-            "--buckets-fd": inherited.buckets.fd,
-            "--placements-fd": inherited.placements.fd,
-        }
-        if inherited.seats is not None:
-            fds["--seats-fd"] = inherited.seats.fd
-        shared = [("--peer-counters-fd", each.fd) for each in inherited.counters if each is not self.counters]
-        if inherited.slots is not None:
-            fds["--slots-fd"] = inherited.slots.locks
-            shared += [("--signal-fd", fd) for fd in inherited.slots.signals]
-        arguments = ["--spool", str(ledger.folder)] if ledger is not None else []
-        arguments += [argument for flag, fd in shared for argument in (flag, str(fd))]
+        descriptors = [("--control-fd", theirs.fileno()), *self._descriptors()]
+        arguments = [argument for option, fd in descriptors for argument in (option, str(fd))]
         if ledger is not None:
-            fds["--journal-fd"] = ledger.journals[self.number].fd
-        arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
+            arguments += ["--spool", str(ledger.folder)]
         with theirs:
             to_worker = link.Link(*await asyncio.open_connection(sock=ours, limit=link.READ_AHEAD))
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", "gateway.worker.process", "worker", str(self.number), *arguments,
-                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(*fds.values(), *(fd for _, fd in shared)),
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=[fd for _, fd in descriptors],
                 )  # fmt: skip
             except BaseException:
                 to_worker.close()
@@ -264,6 +250,22 @@ class _WorkerSlot:
                 inherited.slots.wake_all()
             if ledger is not None:
                 ledger.worker_gone(self.number)
+
+    def _descriptors(self) -> Iterator[tuple[str, int]]:
+        """Yield the inherited file descriptors, each with its option of the worker."""
+        inherited = self._inherited
+        yield "--listen-fd", inherited.listener.fileno()
+        yield "--counters-fd", self.counters.fd
+        yield from (("--peer-counters-fd", each.fd) for each in inherited.counters if each is not self.counters)
+        yield "--buckets-fd", inherited.buckets.fd
+        yield "--placements-fd", inherited.placements.fd
+        if inherited.seats is not None:
+            yield "--seats-fd", inherited.seats.fd
+        if inherited.slots is not None:
+            yield "--slots-fd", inherited.slots.locks
+            yield from (("--signal-fd", fd) for fd in inherited.slots.signals)
+        if inherited.ledger is not None:
+            yield "--journal-fd", inherited.ledger.journals[self.number].fd
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
