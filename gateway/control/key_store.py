@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.config import Config, Problem, Team
-from gateway.control.raises import Raises
+from gateway.control.raises import Raises, decoded_key
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
@@ -337,8 +337,6 @@ class _Limited(msgspec.Struct):
     allowances: list[dict[str, Any]] = []
 
 
-decoded_key = msgspec.msgpack.Decoder(Key).decode
-"""Returns a key of the store from its encoded form."""
 _decode_limits = msgspec.msgpack.Decoder(_Limited).decode
 _BUDGETS = frozenset({"budgets", "session", *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)})
 """The fields of ``Limits`` with budgets."""

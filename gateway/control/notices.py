@@ -21,7 +21,7 @@ from sqlalchemy.engine import URL
 
 from gateway.config import Config, HolderKind
 from gateway.control.control import Control
-from gateway.control.key_store import decoded_key
+from gateway.control.raises import decoded_key
 from gateway.ledger.statements import batches
 from gateway.ledger.store import database_url
 from gateway.limits.end_users import fixed_holders, owner_of

@@ -73,7 +73,7 @@ class Raises:
         return {name: self._encoded(text) if has_teams or ("key", name) in self._in_force else text for name, text in keys.items()}
 
     def _encoded(self, text: bytes) -> bytes:
-        key = _decode(text)
+        key = decoded_key(text)
         raised = self._key(key)
         return text if raised is key else msgspec.msgpack.encode(without_defaults(raised))
 
@@ -90,4 +90,5 @@ class Raises:
         return self._in_force.get(("key" if kind == "key" else "team", identity), ())
 
 
-_decode = msgspec.msgpack.Decoder(Key).decode
+decoded_key = msgspec.msgpack.Decoder(Key).decode
+"""Returns a key of the store from its encoded form."""
