@@ -257,37 +257,30 @@ def usage(
     from gateway.config import load
     from gateway.config.problems import did_you_mean
     from gateway.usage.output import FORMATS
-    from gateway.usage.queries import DEFAULT_BY, UsageReport, parse_query, parse_report, query_ledger
+    from gateway.usage.queries import DEFAULT_BY, parse_query, parse_report, query_ledger
     from gateway.usage.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
-    from gateway.usage.reconciliation_queries import parse_reconciliation, parse_reconciliation_query, reconcile_ledger
-
-    def show_usage(report: UsageReport) -> None:
-        FORMATS[form](report, console())
-        if report.truncated:
-            say_error(f"only the {len(report.sums):,} groups with the most tokens are shown; narrow the query", 0)
+    from gateway.usage.reconciliation_queries import Reconciliation, parse_reconciliation, parse_reconciliation_query, reconcile_ledger
 
     given = {"by": None if reconcile and by == DEFAULT_BY else by, "since": since, "until": until, "key": key, "team": team, "model": model}
     parameters = {name: value for name, value in (given | {"reconcile": "true" if reconcile else None}).items() if value is not None}
     (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
-    if where.is_elsewhere:
+    known = None if where.is_elsewhere else load(where.config)
+    if known is None:
         with connected(where) as gateway:
-            document = gateway.read("/usage", parameters)
-        if reconcile:
-            RECONCILIATION_FORMATS[form](parse_reconciliation(document), console())
-        else:
-            show_usage(parse_report(document))
-        return 0
-    known = load(where.config)
-    if known.ledger is None:
+            found = (parse_reconciliation if reconcile else parse_report)(gateway.read("/usage", parameters))
+    elif known.ledger is None:
         return say_error(f"{where.config} has no ledger", FAILED)
-    if reconcile:
-        RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, where.folder, parameters), console())
     else:
-        report = query_ledger(known.ledger, where.folder, parameters)
-        show_usage(report)
-        ids = [each.id for each in known.keys]
-        if not report.sums and key is not None and key not in ids:
-            say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
+        found = (reconcile_ledger if reconcile else query_ledger)(known.ledger, where.folder, parameters)
+    if isinstance(found, Reconciliation):
+        RECONCILIATION_FORMATS[form](found, console())
+        return 0
+    FORMATS[form](found, console())
+    if found.truncated:
+        say_error(f"only the {len(found.sums):,} groups with the most tokens are shown; narrow the query", 0)
+    ids = [] if known is None else [each.id for each in known.keys]
+    if known is not None and not found.sums and key is not None and key not in ids:
+        say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
     return 0
 
 
