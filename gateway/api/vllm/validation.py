@@ -170,8 +170,17 @@ def holds(document: Any, path: Path) -> bool:
 
 # Findings without a path: vLLM validates some values again, separately from the body
 
-_OBJECT = frozenset({"dict_type", "model_attributes_type", "model_type"})
-_LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "a valid string": ("string_type",),
+    "a valid list": ("list_type", "iterable_type", "sequence_str"),
+    "an object": ("dict_type", "model_type", "model_attributes_type", "dataclass_type"),
+    "a valid integer": ("int_type", "int_parsing", "int_from_float"),
+    "a valid number": ("float_type", "float_parsing"),
+    "true or false": ("bool_type", "bool_parsing"),
+}
+"""pydantic's kinds of findings about a value of the wrong type, by the right one in words."""
+_NOUNS = {kind: noun for noun, kinds in _KINDS.items() for kind in kinds}
+_TYPES: Mapping[str, type] = {"a valid string": str, "a valid list": list, "an object": dict}
 
 
 def _rebased(report: ErrorReport, document: Any) -> tuple[Finding, ...]:
@@ -257,14 +266,14 @@ def _fits(finding: Finding, value: Any) -> bool:
         return isinstance(value, dict) and (last not in value or _lacks_arguments(finding, value[last]))
     if value is _UNKNOWN:
         return False
-    if finding.kind in _OBJECT | _LIST | {"string_type"}:
+    if _NOUNS.get(finding.kind) in _TYPES:
         return not _is_of_type(value, finding.kind)
     return finding.kind != "literal_error" or value not in _EXPECTED.findall(finding.reason)
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
     """Return whether a value has the type that a finding of this kind misses."""
-    return isinstance(value, dict if kind in _OBJECT else list if kind in _LIST else str)
+    return isinstance(value, _TYPES[_NOUNS[kind]])
 
 
 # Choosing the helpful findings
@@ -479,23 +488,6 @@ def _without_prefixes(located: list[Finding]) -> list[Finding]:
 
 # Sentences
 
-_NOUNS: Mapping[str, str] = {
-    "string_type": "a valid string",
-    "list_type": "a valid list",
-    "iterable_type": "a valid list",
-    "sequence_str": "a valid list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dataclass_type": "an object",
-    "int_type": "a valid integer",
-    "int_parsing": "a valid integer",
-    "int_from_float": "a valid integer",
-    "float_type": "a valid number",
-    "float_parsing": "a valid number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-}
 _PREFIXES = ("Value error, ", "Assertion failed, ")
 _NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
 _NAME = re.compile(r"[a-z_]\w+")
@@ -557,9 +549,8 @@ def _reason(found: Sequence[Finding]) -> str:
     literals = [each for each in found if each.kind in ("literal_error", "enum")]
     nouns = dict.fromkeys(_NOUNS[each.kind] for each in found if each.kind in _NOUNS)
     if literals:
-        return _one_of(
-            dict.fromkeys(value for each in literals for value in _EXPECTED.findall(each.reason)), literals[0].reason.endswith("…")
-        )
+        expected = dict.fromkeys(value for each in literals for value in _EXPECTED.findall(each.reason))
+        return _one_of(expected, literals[0].reason.endswith("…"))
     if first.kind == "union_tag_invalid":
         return _one_of(dict.fromkeys(_EXPECTED.findall(first.reason.rpartition("expected tags: ")[2])), False)
     if nouns:
