@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,15 +118,15 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         critical = control.readiness.critical_tasks
         if (keys := control.key_store) is not None:
             await _learn_keys(keys, config, path)
-            critical.append(await stack.enter_async_context(background(keys.run())))
+            critical += await _begun(stack, keys.run())
         if audit_log is not None and stored is not None:
             from gateway.control.last_change import check_last_change  # it loads SQLAlchemy
 
-            await stack.enter_async_context(background(check_last_change(audit_log, stored[0])))
+            await _begun(stack, check_last_change(audit_log, stored[0]))
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.
-        await stack.enter_async_context(background(manager.run(control.readiness)))
+        await _begun(stack, manager.run(control.readiness))
         report = GatewayReport(control, ledger, reader, audit_log)
         if config.ledger is not None and ledger is not None and reader is not None:
             from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
@@ -134,26 +134,24 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             boards, interval = control.workers.boards, config.ledger.sample_interval
             sampler = EngineSampler(report.engines, lambda: control.config, boards, ledger, reader, interval)
             control.after_drain = sampler.sample_last
-            await stack.enter_async_context(background(sampler.run()))
+            await _begun(stack, sampler.run())
         loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements, control.auto_limits)
-        await stack.enter_async_context(background(loads.run()))
+        await _begun(stack, loads.run())
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
-        await stack.enter_async_context(background(hung.run()))
+        await _begun(stack, hung.run())
         if config.notices:
             from gateway.control.notices import WatchedKeys, opened_notices  # it loads SQLAlchemy
 
             watched = WatchedKeys(control)
             control.notices = notices = stack.enter_context(opened_notices(lambda: control.config, watched, path, state_folder()))
-            for work in (notices.watch(), notices.deliver()):
-                await stack.enter_async_context(background(work))
+            await _begun(stack, notices.watch(), notices.deliver())
         storage = StoredRaises(control, raises_file(path, state_folder()))
         storage.load()
-        await stack.enter_async_context(background(storage.run()))
+        await _begun(stack, storage.run())
         operations = AdminOperations(control, reloader, stop_requests)
         live = LiveOverview(control, report, reader, audit_log)
-        for work in (live.run(), live.follow_cost()):
-            await stack.enter_async_context(background(work))
+        await _begun(stack, live.run(), live.follow_cost())
         shown = application(
             report,
             operations,
@@ -175,17 +173,14 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         if commands is not None:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         stack.push_async_callback(live.close)
-        for work in (control.monitor.run(), control.workers.watch()):
-            critical.append(await stack.enter_async_context(background(work)))
+        critical += await _begun(stack, control.monitor.run(), control.workers.watch())
         announcer.summary(config, data, admin)
         if not (config.server.admin.token or config.server.admin.tokens or is_loopback(config.server.admin.host)):
             _log.warning(OPEN_ADMIN_PORT)
 
         # Start the servers and workers, and wait for a signal.
         control.start()
-        fleet = await stack.enter_async_context(background(control.fleet.run()))
-        progress = await stack.enter_async_context(background(control.report_progress()))
-        files = await stack.enter_async_context(background(reloader.run()))
+        fleet, progress, files = await _begun(stack, control.fleet.run(), control.report_progress(), reloader.run())
         critical += fleet, files
         await stop_requests.get()
 
@@ -199,6 +194,11 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         await _stop(control, stop_requests)
     announcer.stopped()
     return 0
+
+
+async def _begun(stack: AsyncExitStack, *work: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
+    """Run work in the background until the stack is left, and return its tasks."""
+    return [await stack.enter_async_context(background(each)) for each in work]
 
 
 async def _linger(control: Control, stop_requests: asyncio.Queue[int]) -> None:
