@@ -29,10 +29,6 @@ class Effect(NamedTuple):
     is_reset: bool = False
 
 
-class _UnservedError(Exception):
-    """A key of the store cannot be served. The text says why."""
-
-
 class _Entry(NamedTuple):
     """A key as it is stored, and its summary."""
 
@@ -90,22 +86,17 @@ class StoreState:
             self.unserved, self.expiries, self.raises = {}, {}, {}
         self._learn_raises(changes)
         affected: dict[str, None] = {}
-        for name in changes.teams.removed:
+        for name in (*changes.teams.removed, *changes.teams.entries):
             self._teams.pop(name, None)
+            affected |= dict.fromkeys(self._keys_of_team.get(name, ()))
         for name, entry in changes.teams.entries.items():
-            self._teams.pop(name, None)
             with suppress(ValueError):  # without its limits, the team does not exist
                 self._teams[name] = parse_team(entry)
-        for name in (*changes.teams.removed, *changes.teams.entries):
-            affected.update(dict.fromkeys(self._keys_of_team.get(name, ())))
-        for identity in changes.keys.removed:
+        for identity in changes.keys.removed if changes.is_complete else (*changes.keys.removed, *changes.keys.entries):
             self._forget(identity)
-            affected[identity] = None
         for identity, entry in changes.keys.entries.items():
-            if not changes.is_complete:
-                self._forget(identity)
             self._learn(identity, entry)
-            affected[identity] = None
+        affected |= dict.fromkeys((*changes.keys.removed, *changes.keys.entries))
         self.position = changes.position
         return self._effect(affected, is_reset=changes.is_complete)
 
@@ -170,11 +161,10 @@ class StoreState:
         self.expiries.pop(identity, None)
         if former is None:
             return
-        _, (hashes, team, _) = former
-        for one in hashes:
+        for one in former.summary.hashes:
             if self._hashes.get(one) == identity:
                 del self._hashes[one]
-        if team is not None:
+        if (team := former.summary.team) is not None:
             self._keys_of_team[team].discard(identity)
             if not self._keys_of_team[team]:
                 del self._keys_of_team[team]
@@ -182,28 +172,28 @@ class StoreState:
     def _effect(self, ids: Iterable[str], *, is_reset: bool = False) -> Effect:
         effect, encode = Effect({}, [], is_reset), self._encode(self._config)
         for identity in ids:
-            entry = self._keys.get(identity)
             self.unserved.pop(identity, None)
-            try:
-                if entry is not None:
-                    team = entry.summary.team
-                    self._check_served(identity, team)
+            if (entry := self._keys.get(identity)) is None:
+                effect.removed.append(identity)
+                continue
+            team = entry.summary.team
+            if (reason := self._why_unserved(identity, team)) is None:
+                try:
                     effect.changed[identity] = encode(entry.json, None if team is None else self.team(team))
-                    continue
-            except _UnservedError as error:
-                self.unserved[identity] = str(error)
-            except ValueError:
-                self.unserved[identity] = "its entry is invalid"
-            effect.removed.append(identity)
+                except ValueError:
+                    reason = "its entry is invalid"
+            if reason is not None:
+                self.unserved[identity] = reason
+                effect.removed.append(identity)
         return effect
 
-    def _check_served(self, identity: str, team: str | None) -> None:
+    def _why_unserved(self, identity: str, team: str | None) -> str | None:
         if identity in self._in_yaml.keys:
-            raise _UnservedError("the configuration has a key with this ID")
+            return "the configuration has a key with this ID"
         if identity.startswith(self._in_yaml.subjects):
-            raise _UnservedError("it could be the name of a subject of tokens")
-        if team is not None and team not in self._in_yaml.teams and team not in self._teams:
-            raise _UnservedError(f"there is no team {team}")
+            return "it could be the name of a subject of tokens"
+        is_known = team is None or team in self._in_yaml.teams or team in self._teams
+        return None if is_known else f"there is no team {team}"
 
 
 class _InYaml(NamedTuple):
