@@ -111,6 +111,12 @@ def connected(where: Where) -> Iterator[AdminClient]:
         raise typer.TyperException(str(error)) from error
 
 
+def request(where: Where, method: str, path: str, query: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Send one request to a gateway (see ``AdminClient.send``). The command ends if it fails."""
+    with connected(where) as gateway:
+        return gateway.send(method, path, query, **more)
+
+
 def with_config(command: Command) -> Command:
     """Return a command whose first parameter, the ``Where``, is a configuration on the command line."""
     return _with_options(command, _CONFIG)

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
-from gateway.cli.admin_call import Where, connected, with_config, with_gateway
+from gateway.cli.admin_call import Where, connected, request, with_config, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, Command, console, format_option, option, print_json, print_problem, say_error
 from gateway.system.compiled_core import core
 from gateway.usage.dimensions import CHOICES
@@ -316,8 +316,7 @@ def queue(
     """
     from gateway.admin.queue_output import print_flows, print_open_slots
 
-    with connected(where) as gateway:
-        found = gateway.send("GET", "/queue", None if model is None else {"model": model})
+    found = request(where, "GET", "/queue", None if model is None else {"model": model})
     if form == "json":
         print_json(found)
     else:
@@ -352,8 +351,7 @@ def _operation(name: str, about: str, *, of_server: bool = False) -> Command:
         from gateway.admin.status_view import in_a_line
 
         path = f"/servers/{quote(target, safe='')}/{name}" if of_server else f"/models/{quote(target)}/{name}"
-        with connected(where) as gateway:
-            typer.echo(in_a_line(gateway.send("POST", path), with_servers=of_server))
+        typer.echo(in_a_line(request(where, "POST", path), with_servers=of_server))
 
     run.__annotations__["target"] = Server if of_server else Model
     run.__doc__ = about
@@ -366,8 +364,7 @@ def drain(where: Where) -> None:
 
     The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
     """
-    with connected(where) as gateway:
-        gateway.send("POST", "/drain")
+    request(where, "POST", "/drain")
     typer.echo("the gateway is stopping; open requests finish first")
 
 
@@ -377,8 +374,7 @@ def reload(where: Where) -> int:
 
     Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
     """
-    with connected(where) as gateway:
-        read = gateway.send("POST", "/reload")
+    read = request(where, "POST", "/reload")
     for problem in read["problems"]:
         typer.echo(problem, err=True)
     if not read["successful"]:
@@ -414,9 +410,8 @@ def login_link(
     Prints the URL of the link for each port. The link can be used on one port, within 15 minutes. It needs `sign_in` in the configuration.
     """
     query = {"user": user, "role": role, "team": team or [], "owned_team": owned_team or []}
-    with connected(where) as gateway:
-        for url in gateway.send("POST", "/admin/v1/sign-in-links", {name: value for name, value in query.items() if value})["urls"]:
-            typer.echo(url)
+    for url in request(where, "POST", "/admin/v1/sign-in-links", {name: value for name, value in query.items() if value})["urls"]:
+        typer.echo(url)
 
 
 _COMMANDS: dict[str, Command] = {

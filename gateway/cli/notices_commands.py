@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.admin_call import Where, request, with_gateway
 from gateway.cli.output import FAILED, Command, format_option, option, print_json, print_table
 
 _NOTICES = "/admin/v1/notices"
@@ -21,8 +21,7 @@ def list_notices(
     form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
 ) -> None:
     """List the last notices, the newest first, with the state of their delivery."""
-    with connected(where) as gateway:
-        found = gateway.send("GET", _NOTICES, {"limit": str(limit)})["notices"]
+    found = request(where, "GET", _NOTICES, {"limit": str(limit)})["notices"]
     if form == "json":
         print_json(found)
     else:
@@ -33,8 +32,7 @@ def list_notices(
 @with_gateway
 def send_test(where: Where, name: Annotated[str | None, option("Only these notices; default: all.", "NAME")] = None) -> int:
     """Send a test notice, and print what the receiver replied."""
-    with connected(where) as gateway:
-        results = gateway.send("POST", f"{_NOTICES}/test", None if name is None else {"name": name})["results"]
+    results = request(where, "POST", f"{_NOTICES}/test", None if name is None else {"name": name})["results"]
     for each in results:
         reply = f": {each['reply']}" if each["reply"] else ""
         typer.echo(f"{each['name']}: {'accepted' if each['accepted'] else 'not accepted'}, {each['result']}{reply}")

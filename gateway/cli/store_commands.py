@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.admin_call import Where, connected, request, with_gateway
 from gateway.cli.output import BAD_USAGE, Command, option, print_json, say_error
 
 if TYPE_CHECKING:
@@ -65,16 +65,14 @@ def _ids_of_files(config: Path) -> frozenset[str]:
 
 def create(where: Where, fields: Mapping[str, Any], show: Callable[[str, str], None]) -> int:
     """Create a key of the store, and show it."""
-    with connected(where) as gateway:
-        made = gateway.send("POST", KEYS, json=fields)
+    made = request(where, "POST", KEYS, json=fields)
     show(made["secret"], f"{made['id']} is in the store")
     return 0
 
 
 def rotate(where: Where, identity: str, overlap: str, show: Callable[[str, str], None]) -> int:
     """Create another key for an entry of the store, and show it."""
-    with connected(where) as gateway:
-        made = gateway.send("POST", f"{_path(KEYS, identity)}/rotate", json={"overlap": overlap}, headers=_ANY_VERSION)
+    made = request(where, "POST", f"{_path(KEYS, identity)}/rotate", json={"overlap": overlap}, headers=_ANY_VERSION)
     until = f"; former keys are valid until {max(made['hashes_end'])}" if made["hashes_end"] else ""
     show(made["secret"], f"{identity} has a new key in the store{until}")
     return 0
@@ -97,15 +95,13 @@ def delete(where: Where, path: str, identity: str) -> int:
 
 def show_one(where: Where, path: str, identity: str) -> int:
     """Print a key or a team of the store as JSON."""
-    with connected(where) as gateway:
-        print_json(gateway.send("GET", _path(path, identity)))
+    print_json(request(where, "GET", _path(path, identity)))
     return 0
 
 
 def take_over(where: Where, source: Path, text: bytes) -> int:
     """Add the keys of another gateway to the store."""
-    with connected(where) as gateway:
-        done = gateway.send("POST", f"{KEYS}/import", content=text)
+    done = request(where, "POST", f"{KEYS}/import", content=text)
     for message in done["messages"]:
         say_error(f"{source}: {message}", 0)
     print_added(len(done["added"]), "the store", done["known"])
@@ -133,8 +129,7 @@ def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str
 
 def _send(where: Where, method: str, path: str, body: Any, done: str) -> int:
     """Change any version of an entry, and print what was done."""
-    with connected(where) as gateway:
-        gateway.send(method, path, json=body, headers=_ANY_VERSION)
+    request(where, method, path, json=body, headers=_ANY_VERSION)
     typer.echo(done)
     return 0
 
@@ -163,23 +158,20 @@ def raise_commands(path: str) -> dict[str, Command]:
     @with_gateway
     def add(where: Where, id: Entry, limit: Limit, to: To, until: Until) -> None:
         """Raise a limit until a time, also of a key or team in the files. It ends by itself."""
-        with connected(where) as gateway:
-            made = gateway.send("POST", f"{_path(path, id)}/raises", json={"limit": limit, "to": to, "until": until})
+        made = request(where, "POST", f"{_path(path, id)}/raises", json={"limit": limit, "to": to, "until": until})
         typer.echo(_raised(id, next(each for each in made["raises"] if each["limit"] == limit)))
 
     @with_gateway
     def end(where: Where, id: Entry, limit: OneLimit = None) -> None:
         """End raises before their time."""
-        with connected(where) as gateway:
-            gateway.send("DELETE", f"{_path(path, id)}/raises", None if limit is None else {"limit": limit})
+        request(where, "DELETE", f"{_path(path, id)}/raises", None if limit is None else {"limit": limit})
         typer.echo(f"{id}: {limit or 'all limits'} as configured again")
 
     @with_gateway
     def show(where: Where, id: Entry) -> None:
         """Print the limits that are raised at the moment."""
-        with connected(where) as gateway:
-            for each in gateway.send("GET", f"{_path(path, id)}/raises")["raises"]:
-                typer.echo(f"{_raised(id, each)}, by {each['by']}")
+        for each in request(where, "GET", f"{_path(path, id)}/raises")["raises"]:
+            typer.echo(f"{_raised(id, each)}, by {each['by']}")
 
     return {"raise": add, "end-raise": end, "raises": show}
 
@@ -200,8 +192,7 @@ def new_team(
 ) -> None:
     """Create a team in the store."""
     fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_settings(weight, self_service)}
-    with connected(where) as gateway:
-        gateway.send("POST", TEAMS, json=fields)
+    request(where, "POST", TEAMS, json=fields)
     typer.echo(f"{id} is in the store")
 
 

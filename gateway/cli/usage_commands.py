@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.admin_call import Where, connected, request, with_gateway
 from gateway.cli.output import FAILED, console, format_option, option, say_error
 
 CLOSE = "usage close"
@@ -100,8 +100,7 @@ def close(
     """
     from gateway.usage.month_sheet import FORMATS
 
-    with connected(where) as gateway:
-        found = gateway.send("POST", f"/admin/v1/months/{quote(month, safe='')}/close")
+    found = request(where, "POST", f"/admin/v1/months/{quote(month, safe='')}/close")
     FORMATS[form](found, cost_center, console())
     if found["intact"]:
         return 0
