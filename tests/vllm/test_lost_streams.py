@@ -80,7 +80,7 @@ STOPPED: Sequence[Sequence[tuple[str, Json]]] = [
     [(COMPLETIONS, {**PROMPT, **STREAM, "prompt": f"{number}", "max_tokens": 200, "ignore_eos": True}) for number in range(4)],
     [(MESSAGES, repeated(f"{number} {NUMBERS}\n</think>\n\n{NUMBERS}")) for number in range(2)],
 ]
-"""Twenty streams. Each server gets a half of each group. Those of the first group cannot be continued."""
+"""Twenty streams. Each server gets a half of each group. Only the streams of the first group cannot be continued."""
 STAYING = len(STOPPED[0]) // 2
 EVENTS = 3
 """Events of each stream before the engine is stopped."""
@@ -139,7 +139,7 @@ async def test_a_stream_that_may_be_continued_has_the_servers_bytes(servers: lis
 
 @dataclass
 class Client:
-    """Reads a stream. ``body``: what it has read."""
+    """Reads a stream. ``body``: the bytes so far."""
 
     path: str
     request: Json
@@ -156,7 +156,7 @@ class Client:
 
     @property
     def view(self) -> object:
-        """What the client sees, without the number of the reasoning's tokens, which may differ."""
+        """All that the client sees, except the number of the reasoning's tokens, which may differ."""
         return view_of(re.sub(rb',"completion_tokens_details":[^}]*}', b"", self.body), ROUTES[self.path].dialect)
 
 
