@@ -402,6 +402,17 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/limits/user_table.py": {
             ("UserTable._offset", "2", "3"): "One more cell of a record, which stays empty.",
             ("", "1024", "1025"): "One more entry of the log.",
+            (
+                "UserTable._assign",
+                "cells[self._buckets.number_cell(self._holder(index)) + 1] = 0.0",
+                "pass",
+            ): "Counts get a new end user only after that time, and a later one at once.",
+            ("UserTable._is_used", "offset + REQUESTS", "offset - REQUESTS"): "The cell of requests is the first of a holder.",
+            (
+                "UserTable._is_used",
+                "cells[number + 1] > at.now",
+                "cells[number + 1] >= at.now",
+            ): "The clock has more digits than the bound.",
             ("UserTable._free", "index + 1", "index - 1"): "The search goes through the end users in the other direction.",
             ("_number_of", "1", "2"): "Any number but 0, which a float64 still holds exactly.",
         },
