@@ -12,6 +12,7 @@ import pytest
 from gateway.auth import keys
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.limits.limiter import shown_budgets
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.link import StoredKeys
@@ -19,7 +20,7 @@ from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, LimitsStor
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
-from tests.support.running import KEY, shared_counters
+from tests.support.running import KEY, shared_counters, until
 
 MODEL = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 0}) | {"price": {"prompt": 1000, "completion": 3000}}
 BUDGETS = {"tokens_per_day": 100_000, "budgets": [{"window": "168h", "cost": 0.5}, {"window": "week", "tokens": 40, "soft": True}]}
@@ -145,3 +146,28 @@ def test_a_store_is_used_if_the_snapshot_has_limits_for_it(concurrent: int | Non
         limiter.apply_snapshot(Snapshot(1, (limited(3),), (), limits_store=LimitsStore()))
         limiter.apply_snapshot(Snapshot(2, (limited(concurrent),), (), limits_store=LimitsStore(database=1) if store else None))
         assert (limiter.store is not None) is is_used
+
+
+async def test_a_tick_opens_the_store(tmp_path: Path) -> None:
+    told: list[str | None] = []
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, told.append)
+        limiter.tick()
+        limiter.apply_snapshot(Snapshot(1, (limited(3),), (), limits_store=LimitsStore(path=str(tmp_path / "absent"))))
+        assert not told
+        with closing(limiter):
+            limiter.tick()
+            await until(lambda: told)
+    assert told[0] is not None, "it can't be reached"
+
+
+def test_each_budget_of_a_holder_is_shown_once() -> None:
+    limits = Limits(tokens_per_day=100, requests_per_minute=5)
+    allowances = [
+        *[Allowance("team lab", limits)] * 2,
+        Allowance("key a", Limits(concurrent=1)),
+        Allowance("key b each user", limits, users=PerUser()),
+    ]
+    with closing(Buckets.private()) as buckets:
+        shown = [(name, state.budget.name) for name, state in shown_budgets(buckets, allowances)]
+    assert shown == [(name, "tokens_per_day") for name in ("team lab", "key b other users", "key b without user")]
