@@ -149,16 +149,16 @@ def test_a_store_is_used_if_the_snapshot_has_limits_for_it(concurrent: int | Non
 
 
 async def test_a_tick_opens_the_store(tmp_path: Path) -> None:
-    told: list[str | None] = []
+    reported: list[str | None] = []
     with shared_counters() as counters, closing(Buckets.private()) as buckets:
-        limiter = Limiter(WorkerMetrics(counters), buckets, told.append)
+        limiter = Limiter(WorkerMetrics(counters), buckets, reported.append)
         limiter.tick()
         limiter.apply_snapshot(Snapshot(1, (limited(3),), (), limits_store=LimitsStore(path=str(tmp_path / "absent"))))
-        assert not told
+        assert not reported
         with closing(limiter):
             limiter.tick()
-            await until(lambda: told)
-    assert told[0] is not None, "it can't be reached"
+            await until(lambda: reported)
+    assert reported[0] is not None, "it can't be reached"
 
 
 def test_each_budget_of_a_holder_is_shown_once() -> None:
