@@ -426,6 +426,8 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         },
         "gateway/limits/limiter.py": {
             ("Limiter.__init__", "8", "9"): "The length of a random name.",
+            ("Limiter.__init__", "self.warn_at = 1.0", "pass"): "A snapshot sets it before the first request.",
+            ("Limiter.reported_capacity.used", "until > now", "until >= now"): "The clock has more digits than the bound.",
             ("Limiter.states", "True", "False"): "Both have the same length.",
             ("Limiter._counts_in_store", "True", "False"): "Both have the same length.",
         },
