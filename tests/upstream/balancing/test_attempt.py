@@ -218,6 +218,13 @@ async def test_a_request_whose_connection_was_lost_is_sent_to_another_server() -
         assert (len(dies.requests), other.requests[0].body) == (1, b"?")
 
 
+async def test_a_request_runs_once_unless_its_caller_lets_it_run_twice() -> None:
+    async with scripted(close_early) as dies, scripted(respond) as other, way(other.port, dies.port) as one:
+        with Attempt(one.pool, one.timeouts, one.deadlines) as attempt, pytest.raises(Disconnected):
+            await attempt.send(compose)
+        assert (len(dies.requests), len(other.requests)) == (1, 0)
+
+
 async def test_a_request_that_kills_servers_reaches_two_of_them() -> None:
     async with scripted(close_early) as a, scripted(close_early) as b, scripted(close_early) as c, way(a.port, b.port, c.port) as one:
         with one.attempt(resends=True) as attempt, pytest.raises(Disconnected):
