@@ -21,6 +21,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
 from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Key
 from gateway.telemetry.request_record import RequestRecord
 from tests.faults.invariants import unharmed
 from tests.support.cutting_proxy import Cut, cutting_proxy
@@ -205,7 +206,7 @@ def simulators(count: int, *flags: str) -> Iterator[list[Simulated]]:
 
 @asynccontextmanager
 async def stage(
-    servers: Sequence[Simulated | Server], requests: Mapping[str, tuple[str, Json]] = REQUESTS, **settings: Any
+    servers: Sequence[Simulated | Server], requests: Mapping[str, tuple[str, Json]] = REQUESTS, keys: Sequence[Key] = (), **settings: Any
 ) -> AsyncIterator[Stage]:
     """Run a gateway with a proxy before each of these servers. ``settings``: of the model."""
     cuts: deque[Cut | None] = deque()
@@ -213,7 +214,7 @@ async def stage(
         journal = stack.enter_context(closing(Journal.create("test", 1 << 20, 8)))
         proxies = [await stack.enter_async_context(cutting_proxy(server.port, cuts)) for server in servers]
         named = model(*(proxy.port for proxy in proxies), **settings)
-        served = await stack.enter_async_context(unharmed([named], [key()], ledger=Recorder(journal)))
+        served = await stack.enter_async_context(unharmed([named], keys or [key()], ledger=Recorder(journal)))
         report(served, *[Condition.UP] * len(servers))
         yield Stage(served, journal, cuts, requests)
 
