@@ -9,6 +9,7 @@ last event of a choice until the server has sent the final usage.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.response_fields import (
     EVENTS_BEFORE_TOKENS,
     ITEMIZED,
+    WHOLE_SIZE,
     Fields,
     Observer,
     ends_choice,
@@ -168,6 +170,8 @@ class BodyRelay(ResponseRelay):
         """
         request, response = self._request, self._response
         self.first_byte = response.last_byte_at
+        if not response.complete and response.resends and self._is_json and (_length(response) or math.inf) <= WHOLE_SIZE:
+            await self._wait_unsent()
         if response.complete:
             body = response.pending[0] if len(response.pending) == 1 else b"".join(response.pending)
             if self._is_json:
@@ -183,6 +187,16 @@ class BodyRelay(ResponseRelay):
             if self._name is not None:
                 self._renamer = ModelRenamer(self._name)
             await self._stream(content_type(response), _length(response) if self._renamer is None else None)
+
+    async def _wait_unsent(self) -> None:
+        """Wait for the end of a response of which nothing is sent before: another server may get its request. Raises UpstreamError."""
+        self._observer = Observer(self._request.target.route.dialect)
+        try:
+            await self._wait_complete()
+        except asyncio.CancelledError:
+            self._observer.feed(b"".join(self._response.pending))
+            self._note_observed()
+            raise
 
     async def _stream(self, lines: bytes, length: int | None) -> None:
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""

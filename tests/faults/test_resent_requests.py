@@ -24,6 +24,7 @@ from tests.support.running import key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import DEAD_ENGINE, DONE, EVENTS, ROLE, SHOWN, Reply, chat, client, request, request_once
 from tests.upstream.simulator.test_process import running
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.balancing.server import Condition
 
 PROMPT: dict[str, object] = {"model": "tiny", "prompt": "Hello"}
@@ -139,6 +140,58 @@ async def test_a_server_that_is_stopped_aborts_its_responses() -> None:
         assert {(row.server, row.incomplete, row.price) for row in lost} == {("tiny#0", "upstream", None)}
         assert sorted((row.prompt or 0, row.choices or 1) for row in lost) == sorted((row.prompt or 0, row.choices or 1) for row in own)
         assert all(0 < (row.completion or 0) < 30 * (row.choices or 1) for row in lost)
+
+
+ABORTED = orjson.dumps({"choices": [{"finish_reason": "abort"}], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+COMPLETE = ABORTED.replace(b"abort", b"stop")
+
+
+@pytest.mark.parametrize("received", [len(ABORTED), 1, 60])
+@pytest.mark.row(3)
+async def test_a_response_in_several_reads_is_sent_when_it_is_complete(received: int) -> None:
+    """Aborted at its end, or truncated, it reaches no client."""
+
+    async def fails_first(talk: Conversation) -> None:
+        if talk.number > 1:
+            await talk.trickle(COMPLETE)
+        elif received == len(ABORTED):
+            await talk.trickle(ABORTED)
+        else:
+            await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(ABORTED))
+            await talk.write(ABORTED[:received])
+            talk.writer.close()
+
+    async with scripted(fails_first) as server, unharmed([model(server.port, server.port)]) as served:
+        for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", PROMPT)):
+            server.requests.clear()
+            reply = await request_once(served.port, request(body, path))
+            assert (reply.status, reply.body) == (200, COMPLETE)
+        assert {(record.retries, record.code, record.incomplete) for record in served.context.records} == {(1, None, None)}
+        assert served.value("tokens_total", "team-a", "tiny") == 2 * 11, "the tokens of the second response are charged"
+
+
+async def test_a_client_that_leaves_before_the_end_of_such_a_response_is_charged() -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def responds(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETE))
+        await talk.write(COMPLETE[:40])
+        begun.set()
+        await left.wait()
+        await talk.write(COMPLETE[40:])
+
+    async with scripted(responds) as server, unharmed([model(server.port, server.port)]) as served:
+        async with client(served.port) as leaving:
+            leaving.send(request())
+            await begun.wait()
+            watched = served.context.deadlines._watched
+            await until(lambda: any(isinstance(each, UpstreamResponse) and each.pending for each in watched))
+        await until(lambda: not served.connections)
+        left.set()
+        await until(lambda: served.context.records)
+        [record] = served.context.records
+        assert (record.status, record.incomplete) == (499, "client")
+        assert record.usage is not None and (record.usage.prompt, record.usage.completion) == (9, 2)
 
 
 @pytest.mark.row(3)
