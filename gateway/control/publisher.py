@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
-from gateway.fleet.observed_servers import conditions, max_model_len, tasks, with_scale_out
+from gateway.fleet.observed_servers import conditions, loaded_models, max_model_len, tasks, with_scale_out
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.monitoring.discovery import discovered_models
 from gateway.monitoring.server_observer import ServerObserver
@@ -118,4 +118,5 @@ class Publisher:
             tasks=tasks(config, observed),
             max_inflight=limits,
             scale_out=with_scale_out(observed),
+            loaded=loaded_models(config, observed),
         )

@@ -135,6 +135,17 @@ def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
     return known | {split: values[0] for split, values in _of_splits(config, known).items() if len(set(values)) == 1}
 
 
+def loaded_models(config: Config, observed: ObservedServers) -> dict[str, str]:
+    """Return what the servers that the gateway does not launch report about the model that they have loaded."""
+    return {
+        server.name: f"{card.root}, {card.max_model_len} tokens"
+        for server in configured_servers(config)
+        if server.external and (probe := observed.probes.get(server.name)) is not None
+        for card in probe.models
+        if card.id == server.served_model
+    }
+
+
 def with_scale_out(observed: ObservedServers) -> frozenset[str]:
     """Return the servers that have vLLM's scale-out routes."""
     return frozenset(name for name, probe in observed.probes.items() if probe.scale_out)

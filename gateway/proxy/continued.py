@@ -161,9 +161,9 @@ class _Rest:
         return self._context.worker.active.catalog.pool(model.model.base) or model.pool
 
     def _can_serve(self, server: Server) -> bool:
-        """Return whether a server has the model of the stream, which a reload may have replaced."""
+        """Return whether a server has the model of the stream, as far as that is known."""
         assert self._context.attempt is not None
-        return server.spec.serves_like(self._context.attempt.tried[-1].spec)
+        return server.serves_like(self._context.attempt.tried[-1])
 
     def _served(self, server: Server) -> str:
         return self._upstream.model.model.served or server.spec.model

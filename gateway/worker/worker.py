@@ -181,6 +181,7 @@ class Worker:
                     costs.restarted(name)  # the cache of a new process is empty
         for live in self.fleet:
             live.scale_out = live.name in health.scale_out
+            live.loaded = health.loaded.get(live.name, "")
         self.app.health = health
         if health.max_inflight:
             for model in self.snapshot.bases:

@@ -24,7 +24,7 @@ def move_responses(server: Server, others: Iterable[Server], now: float) -> None
     error = _reason(server, now)
     if error is None or not server.movable:
         return
-    usable = [other for other in others if other is not server and other.available and other.spec.serves_like(server.spec)]
+    usable = [other for other in others if other is not server and other.available and other.serves_like(server)]
     free = sum(other.limit - other.in_flight for other in usable)
     most, responses = len(server.movable), tuple(server.movable)
     if server.draining_since is not None:

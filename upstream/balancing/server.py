@@ -106,6 +106,8 @@ class Server:
         """Cell 0 is 1 while the server is ejected."""
         self.scale_out = False
         """Whether the server has the routes that continue a chat from its token IDs."""
+        self.loaded = ""
+        """What the server reports about the model that it has loaded; empty if that is not known."""
         self.movable: set[MovableResponse] = set()
         """The responses that another server can continue (see ``moves``)."""
         self.move_after = 5.0
@@ -133,6 +135,10 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<Server {self.spec.name} {self._condition.value}, {self.in_flight} in flight, {len(self._idle)} idle>"
+
+    def serves_like(self, other: Server) -> bool:
+        """Return whether another server has the same model, as far as the configuration and the servers show."""
+        return self.spec.serves_like(other.spec) and (not self.loaded or not other.loaded or self.loaded == other.loaded)
 
     @property
     def condition(self) -> Condition:

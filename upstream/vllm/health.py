@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import json
 import logging
 import random
@@ -62,10 +63,14 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One model of GET /v1/models. ``max_model_len``: tokens; None if the server does not report it."""
+    """One model of GET /v1/models. ``max_model_len``: tokens; None if the server does not report it.
+
+    ``root``: a digest of what the server loads. That may be a path, which nothing may show.
+    """
 
     id: str
     max_model_len: int | None = None
+    root: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +146,9 @@ def read_models(body: bytes) -> tuple[ModelCard, ...]:
 
 def _card(entry: dict[str, object]) -> ModelCard:
     name = str(entry["id"])
-    length = entry.get("max_model_len")
-    return ModelCard(name, length if isinstance(length, int) else None)
+    length, root = entry.get("max_model_len"), entry.get("root")
+    digest = hashlib.sha256(root.encode(errors="replace")).hexdigest() if isinstance(root, str) else ""
+    return ModelCard(name, length if isinstance(length, int) else None, digest)
 
 
 class HealthCheck:

@@ -219,10 +219,11 @@ async def stage(
         yield Stage(served, journal, cuts, requests)
 
 
-def report(served: Served, *conditions: Condition) -> None:
-    """Report the servers' conditions to the worker. All of them have vLLM's scale-out routes."""
+def report(served: Served, *conditions: Condition, loaded: Sequence[str] = ()) -> None:
+    """Report the servers' conditions to the worker, and what they have loaded. All of them have vLLM's scale-out routes."""
     names = [f"tiny#{number}" for number in range(len(conditions))]
-    served.worker.apply_health(Health(dict(zip(names, conditions, strict=True)), {}, scale_out=frozenset(names)))
+    known = dict(zip(names, loaded, strict=False))
+    served.worker.apply_health(Health(dict(zip(names, conditions, strict=True)), {}, scale_out=frozenset(names), loaded=known))
 
 
 def check(outcome: Outcome, undisturbed: Outcome, *cuts: Cut, reasoning: bool = True) -> None:

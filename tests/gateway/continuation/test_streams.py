@@ -181,6 +181,23 @@ async def test_without_another_server_the_stream_ends_as_before(servers: list[Si
         assert (outcome.record.code, outcome.body.count(b"data: [DONE]")) == ("upstream_disconnected", 1)
 
 
+async def test_a_stream_continues_only_on_a_server_that_reports_the_same_model(servers: list[Simulated]) -> None:
+    ports, up = [server.port for server in servers], [Condition.UP] * 3
+    different = ["a", "b", "c"]
+    async with stage(servers) as one:
+
+        def lose(port: int) -> None:
+            report(one.served, *(Condition.DOWN if each == port else Condition.UP for each in ports), loaded=different)
+
+        for name in ("reasoning", "completion", "message"):
+            report(one.served, *up, loaded=different)
+            outcome = await one.run(name, Cut(3, then=lose))
+            assert [each.outcome for each in outcome.record.continuations] == ["failed"]
+            assert (outcome.record.code, outcome.record.incomplete) == ("upstream_disconnected", "upstream")
+            report(one.served, *up, loaded=["a"] * 3)
+            check(await one.run(name, Cut(3)), await one.expected(name))
+
+
 @pytest.mark.parametrize("resume", [Resume.OFF, Resume.EXACT])
 async def test_a_sampled_stream_ends_as_before(servers: list[Simulated], resume: Resume) -> None:
     async with stage(servers, resume=resume) as one:

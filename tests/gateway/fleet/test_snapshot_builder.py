@@ -13,6 +13,7 @@ from gateway.fleet.configured_servers import configured_servers, launches
 from gateway.fleet.observed_servers import (
     ObservedServers,
     health_check_targets,
+    loaded_models,
     max_model_len,
     tasks,
     without_first_result,
@@ -168,6 +169,13 @@ def test_context_lengths(config: Config) -> None:
     }
     assert max_model_len(config, ObservedServers({}, probes, {})) == {"found": 2048}
     assert max_model_len(config, NOTHING) == {}
+
+
+def test_what_servers_have_loaded(config: Config) -> None:
+    """The configuration shows what the launched ones load."""
+    loaded = ServerHealth("", True, models=(ModelCard("inner", 4096, "/models/a"), ModelCard("launched", 10, "/models/b")))
+    probes = {"http://10.0.0.5:8000": loaded, "launched#0": loaded}
+    assert loaded_models(config, ObservedServers({}, probes, {})) == {"http://10.0.0.5:8000": "/models/a, 4096 tokens"}
 
 
 @pytest.mark.parametrize(

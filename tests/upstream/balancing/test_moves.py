@@ -52,6 +52,16 @@ def test_a_drained_server_keeps_its_streams_for_the_grace_and_then_moves_them_on
     assert {response.reason for response in responses} == {"moved"}
 
 
+def test_they_stay_if_the_other_servers_report_another_model() -> None:
+    (first, responses), other = serving(3, Condition.OUT_OF_ROTATION), server()
+    first.loaded, other.loaded = "/models/a, 4096 tokens", "/models/b, 4096 tokens"
+    move_responses(first, [first, other], NOW + 60)
+    assert moved(responses) == 0
+    other.loaded = ""  # not known
+    move_responses(first, [first, other], NOW + 60)
+    assert moved(responses) == 3
+
+
 @pytest.mark.parametrize("other", [server(model="n"), server(loads="other/weights")], ids=["name", "weights"])
 def test_they_stay_if_the_other_servers_have_another_model(other: Server) -> None:
     first, responses = serving(3, Condition.OUT_OF_ROTATION)

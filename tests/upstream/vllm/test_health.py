@@ -1,6 +1,7 @@
 """Probes: the hysteresis as a pure function, and the prober against small test servers."""
 
 import asyncio
+import hashlib
 import json
 import os
 import resource
@@ -33,7 +34,12 @@ from upstream.vllm.health import (
     read_models,
 )
 
-CARDS = (ModelCard("m", 2048),)
+
+def root(path: str) -> str:
+    return hashlib.sha256(path.encode()).hexdigest()
+
+
+CARDS = (ModelCard("m", 2048, root("/secret/path")),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
 UP = ProbeHistory(ServerHealth("s", True, "", CARDS))
 FAILED = ProbeResult(False, "GET /health: status 503")
@@ -82,7 +88,11 @@ def test_when_it_will_not_come_back_by_itself(failures: int, seen: ProbeResult, 
     assert not needs_new_process(UP, ProbeResult(True))
 
 
-def test_only_a_models_id_and_length_are_stored() -> None:
+def test_only_a_models_id_and_length_and_a_digest_of_its_root_are_stored() -> None:
+    assert read_models(b'{"data": [{"id": "x", "root": "/m"}, {"id": "y", "root": 1}]}') == (
+        ModelCard("x", root=root("/m")),
+        ModelCard("y"),
+    )
     assert read_models(json.dumps(LISTED).encode()) == CARDS
     assert read_models(b'{"data": [{"id": "x"}, {"id": "y", "max_model_len": "long"}]}') == (ModelCard("x"), ModelCard("y"))
 
