@@ -9,11 +9,13 @@ Where vLLM 0.32 has the fields:
 |---|---|---|---|
 | chat, completions | ``usage`` | ``choices[*].finish_reason`` is ``abort`` | the event whose ``choices`` is empty |
 | responses | ``usage``; ``response.usage`` of the last event | the same object's ``status`` is ``cancelled`` | the last event |
-| messages | ``usage``; ``message.usage`` of ``message_start``, ``usage`` of ``message_delta`` | not reported | ``message_delta`` |
+| messages | ``usage``; ``message.usage`` of ``message_start``, ``usage`` of ``message_delta`` | no ``stop_reason`` | ``message_delta`` |
 | cohere | ``meta.billed_units`` | not reported | not streamed |
 | plain (embeddings, rerank, score, audio and others) | ``usage`` | not reported | the event whose ``choices`` is empty |
 
-Messages have ``stop_reason: null`` for a stopped engine, but for other reasons as well. The last events of responses are
+A message has a ``stop_reason`` for each other end that it can have (``_to_anthropic_stop_reason`` in vLLM). A stream of messages has null
+there, after the end of its last block was sent, and is not read as stopped. Responses are ``cancelled`` for gpt-oss models only; others are
+``completed`` (``responses_full_generator``). The last events of responses are
 ``response.completed``, ``response.incomplete`` and ``response.failed``.
 
 In streams of responses and messages the events that open and close an item have no tokens, and are not counted as tokens
@@ -70,7 +72,11 @@ _SHAPES: Mapping[Dialect, _Shape] = {
         stopped=b'"cancelled"',
         text_events=frozenset({"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}),
     ),
-    Dialect.MESSAGES: _Shape({"usage": None}, (b"event: message_stop", b"event: error"), text_events=frozenset({"content_block_delta"})),
+    Dialect.MESSAGES: _Shape(
+        {"usage": None, "type": None, "stop_reason": None},
+        (b"event: message_stop", b"event: error"),
+        text_events=frozenset({"content_block_delta"}),
+    ),
     Dialect.COHERE: _Shape({"meta": {"billed_units": None}}, (), parsed_size=-1),  # not streamed
     Dialect.PLAIN: _Shape({"usage": None}, _DONE),  # audio: no other route of this dialect is streamed
 }
@@ -195,6 +201,8 @@ def _usage_of(document: Mapping[str, Any], name: str = "usage") -> Usage | None:
 def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
     if dialect is Dialect.RESPONSES:
         return document.get("status") == "cancelled"
+    if dialect is Dialect.MESSAGES:
+        return document.get("type") == "message" and not isinstance(document.get("stop_reason"), str)
     choices = document.get("choices")
     if dialect not in (Dialect.CHAT, Dialect.COMPLETIONS) or not isinstance(choices, list):
         return False
@@ -208,7 +216,13 @@ class _UsageBody(msgspec.Struct, gc=False):
     usage: UsageObject | None = None
 
 
+class _MessageBody(_UsageBody, gc=False):
+    type: Any = None
+    stop_reason: Any = None
+
+
 _decode_body = msgspec.json.Decoder(_UsageBody).decode
+_decode_message = msgspec.json.Decoder(_MessageBody).decode
 
 
 def of_body(body: bytes, dialect: Dialect) -> Fields:
@@ -217,6 +231,10 @@ def of_body(body: bytes, dialect: Dialect) -> Fields:
     if len(body) > shape.parsed_size:
         return _scanned(body, dialect)
     try:
+        if dialect is Dialect.MESSAGES:
+            message = _decode_message(body)
+            stopped = message.type == "message" and not isinstance(message.stop_reason, str)
+            return Fields(None if message.usage is None else message.usage.usage(), stopped, True)
         found = _decode_body(body).usage
     except msgspec.ValidationError:  # its usage is not valid, or it is not an object
         found = None
@@ -235,12 +253,13 @@ def _scanned(body: bytes, dialect: Dialect) -> Fields:
 class _Scanned:
     """Reads the fields of a JSON response that is too long to be stored."""
 
-    __slots__ = ("_dialect", "_scanner", "_value", "fields")
+    __slots__ = ("_dialect", "_message", "_scanner", "_value", "fields")
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._scanner = Scanner(_SHAPES[dialect].wanted)
         self._value = b""
+        self._message: dict[str, object] = {}
         self.fields = Fields(is_final=True)
 
     def feed(self, data: bytes) -> None:
@@ -252,10 +271,17 @@ class _Scanned:
                 self._note(path, self._value)
             if is_last or len(self._value) > _LONGEST_USAGE:
                 self._value = b""
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self._message and self._scanner.finished:
+            self.fields = replace(self.fields, stopped=_is_stopped(self._message, self._dialect))
 
     def _note(self, path: tuple[str, ...], value: bytes) -> None:
         if path in _COUNTS:
             self.fields = replace(self.fields, usage=decode_usage(value))
+        elif self._dialect is Dialect.MESSAGES:
+            self._message[path[0]] = _text(value)
         elif _text(value) == ("cancelled" if self._dialect is Dialect.RESPONSES else "abort"):
             self.fields = replace(self.fields, stopped=True)
 

@@ -118,7 +118,7 @@ async def test_a_server_that_is_stopped_aborts_its_responses() -> None:
     path, body = "/v1/chat/completions", chat(max_tokens=40)
     older = {"functions": [{"name": "look", "parameters": {}}], "function_call": "none"}  # its response is translated as a whole
     requests = [(path, body), (path, {**body, "temperature": 0}), (path, {**body, "n": 2}), (path, {**body, **older})]
-    requests.append(("/v1/completions", PROMPT))
+    requests += [("/v1/completions", PROMPT), ("/v1/messages", body)]
     with running("--sim-tokens=30", "--sim-tokens-per-second=1", *SERVED) as stopped, running("--sim-tokens=30", *SERVED) as other:
         with closing(Journal.create("test", 1 << 20, 8)) as journal:
             assert not stopped.requests() + other.requests()  # these connections stay open, so they are not left over

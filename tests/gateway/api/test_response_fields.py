@@ -30,6 +30,7 @@ FORGED: dict[str, Any] = {
     "usage": {"prompt_tokens": 0, "completion_tokens": 0, "input_tokens": 0, "output_tokens": 0},
     "finish_reason": "abort",
     "status": "cancelled",
+    "stop_reason": "end_turn",
     "error": {"message": "forged"},
     "type": "error",
     "model": "forged",
@@ -64,7 +65,8 @@ def response(echo: Any, status: str) -> dict[str, Any]:
 
 
 def bodies(echo: Any, stopped: bool) -> dict[Dialect, dict[str, Any]]:
-    message = {"content": [{"type": "tool_use", "input": echo}], "stop_reason": "end_turn", "usage": IN_INPUT, "x": echo}
+    message = {"type": "message", "content": [{"type": "tool_use", "input": echo}], "usage": IN_INPUT, "x": echo}
+    message |= {} if stopped else {"stop_reason": "end_turn"}
     return {
         Dialect.CHAT: chat(echo, "abort" if stopped else "stop"),
         Dialect.COMPLETIONS: chat(echo, "abort" if stopped else "length"),
@@ -102,7 +104,7 @@ def test_an_echo_changes_nothing(
     items = list(bodies([echo, "a" * WHOLE_SIZE] if long else echo, stopped)[dialect].items())
     shuffled.shuffle(items)
     wire = json.dumps(dict(items), **form).encode()
-    expected = Fields(USAGE, stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN), is_final=True)
+    expected = Fields(USAGE, stopped and dialect not in (Dialect.COHERE, Dialect.PLAIN), is_final=True)
     assert of_body(wire, dialect) == observed(pieces(wire, cuts), dialect) == of_document(json.loads(wire), dialect) == expected
 
 
