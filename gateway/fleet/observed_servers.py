@@ -136,7 +136,7 @@ def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
 
 
 def loaded_models(config: Config, observed: ObservedServers) -> dict[str, str]:
-    """Return what the servers that the gateway does not launch report about the model that they have loaded."""
+    """Return the models that servers have loaded, as those that the gateway does not launch report them."""
     return {
         server.name: f"{card.root}, {card.max_model_len} tokens"
         for server in configured_servers(config)

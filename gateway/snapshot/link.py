@@ -28,7 +28,7 @@ class Health(msgspec.Struct, tag=True, frozen=True):
 
     ``expected`` gives, by model ID, when a model that is down may be up, in seconds of the monotonic clock. Requests do not wait for a
     model that is neither up nor in it. ``number`` grows with each message. ``max_inflight``: of each server whose limit follows its load.
-    ``scale_out``: the servers that have vLLM's scale-out routes. ``loaded``: what servers report about their model.
+    ``scale_out``: the servers that have vLLM's scale-out routes. ``loaded``: the models that servers have loaded, as they report them.
     """
 
     conditions: Mapping[str, Condition]

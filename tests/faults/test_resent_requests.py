@@ -170,7 +170,7 @@ async def test_a_response_in_several_reads_is_sent_when_it_is_complete(received:
         assert served.value("tokens_total", "team-a", "tiny") == 2 * 11, "the tokens of the second response are charged"
 
 
-async def test_a_client_that_leaves_before_the_end_of_such_a_response_is_charged() -> None:
+async def test_a_client_that_disconnects_before_the_end_of_such_a_response_is_charged() -> None:
     begun, left = asyncio.Event(), asyncio.Event()
 
     async def responds(talk: Conversation) -> None:
@@ -181,8 +181,8 @@ async def test_a_client_that_leaves_before_the_end_of_such_a_response_is_charged
         await talk.write(COMPLETE[40:])
 
     async with scripted(responds) as server, unharmed([model(server.port, server.port)]) as served:
-        async with client(served.port) as leaving:
-            leaving.send(request())
+        async with client(served.port) as one:
+            one.send(request())
             await begun.wait()
             watched = served.context.deadlines._watched
             await until(lambda: any(isinstance(each, UpstreamResponse) and each.pending for each in watched))

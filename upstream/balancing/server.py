@@ -107,7 +107,7 @@ class Server:
         self.scale_out = False
         """Whether the server has the routes that continue a chat from its token IDs."""
         self.loaded = ""
-        """What the server reports about the model that it has loaded; empty if that is not known."""
+        """The model that the server has loaded, as it reports it; empty if that is not known."""
         self.movable: set[MovableResponse] = set()
         """The responses that another server can continue (see ``moves``)."""
         self.move_after = 5.0

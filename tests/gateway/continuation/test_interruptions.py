@@ -72,21 +72,21 @@ PHASES: dict[str, tuple[str, Callable[[Begin], list[Cut]]]] = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_client_leaves_while_its_stream_is_continued(servers: list[Simulated], phase: str) -> None:
+async def test_a_client_disconnects_while_its_stream_is_continued(servers: list[Simulated], phase: str) -> None:
     name, cuts = PHASES[phase]
     reached = asyncio.Event()
     path, body = REQUESTS[name]
     async with staged(servers) as one:
         one.cuts.extend(cuts(lambda _: reached.set()))
-        async with client(one.served.port) as leaving:
-            leaving.send(request(body, path))
+        async with client(one.served.port) as sender:
+            sender.send(request(body, path))
             await reached.wait()
         row = await row_of(one)
         assert (row.status, row.incomplete) == (499, "client")
 
 
 @pytest.mark.parametrize("phase", ["render", "derender"])
-async def test_a_client_leaves_while_a_server_makes_nothing_of_its_token_ids(phase: str) -> None:
+async def test_a_client_disconnects_while_a_server_makes_nothing_of_its_token_ids(phase: str) -> None:
     with simulators(2, "--sim-tokens-per-second", "60") as servers:
         stopped: list[int] = []
 
@@ -102,8 +102,8 @@ async def test_a_client_leaves_while_a_server_makes_nothing_of_its_token_ids(pha
         async with staged(servers) as one:
             one.cuts.extend(cuts[phase])
             try:
-                async with client(one.served.port) as leaving:
-                    leaving.send(request(LONG))
+                async with client(one.served.port) as sender:
+                    sender.send(request(LONG))
                     await until(lambda: stopped)
                     await asyncio.sleep(0.1)  # the gateway may or may not wait for the route already
                 row = await row_of(one)
@@ -127,7 +127,7 @@ async def queued(one: Stage) -> AsyncIterator[tuple[Client, Client]]:
         yield busy, waiting
 
 
-async def test_a_client_leaves_while_its_stream_is_queued_again(servers: list[Simulated]) -> None:
+async def test_a_client_disconnects_while_its_stream_is_queued_again(servers: list[Simulated]) -> None:
     async with staged(servers, max_inflight=1, queue=Queue(4, 60.0)) as one, queued(one) as (_, waiting):
         waiting.disconnect()
         row = await row_of(one)
