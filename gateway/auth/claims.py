@@ -1,17 +1,20 @@
-"""Map the claims of a verified token to an entry of keys, its subject, its teams, its models and its priority. Pure.
+"""Map the claims of a verified token to a key: to an entry of keys, with the subject, teams, models and priority of the token. No I/O.
 
-The rule: a claim with a wrong value refuses the token.
+The rules: a claim with a wrong value refuses the token. An entry has at most ``subjects`` keys; later subjects share the key of the entry.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.api.errors import Refusal
-from gateway.snapshot.snapshot import Issuer
+from gateway.snapshot.identity import subject_id
+from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
 _SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")
 _MAX_NAMES = 64  # of teams or models in one claim
@@ -44,6 +47,70 @@ def read_claims(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
         None if models is None else _names(models, names.models),
         None if priority is None else _number(priority, names.priority),
     )
+
+
+class SubjectKeys:
+    """The keys of the subjects of tokens: of each, its entry with its own limits. The subjects of an entry are bounded."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[str, set[str]] = {}  # by entry
+        self._issuers: tuple[Issuer, ...] = ()
+        self._entries: dict[str, Key] = {}
+        self._teams: Mapping[str, tuple[Allowance, ...]] = {}
+
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
+        """Use this snapshot for new keys."""
+        self._issuers = snapshot.issuers
+        self._entries = {key.id: key for key in snapshot.keys}
+        self._teams = snapshot.teams
+
+    def key_of(self, verified: VerifiedToken) -> Key:
+        """Return the configured entry for this subject, with its own limits, cache salt and id. Raises Refusal."""
+        entry = self._entries.get(verified.entry)
+        if entry is None or entry.revoked:
+            raise Refusal("invalid_api_key", "The token's key is not known here." if entry is None else "This API key has been revoked.")
+        identity = self._identity(entry.id, verified)
+        team = next((team for team in verified.teams if team in self._teams), None)
+        fields, weight = dict(entry.fields), entry.weight
+        if verified.priority is not None:
+            fields["priority"], weight = verified.priority, weight_of(verified.priority)
+        if "cache_salt" in fields:
+            fields["cache_salt"] = hmac.new(fields["cache_salt"].encode(), verified.subject.encode(), hashlib.sha256).hexdigest()
+        return replace(
+            entry,
+            id=identity,
+            entry=entry.id,
+            digests=(),
+            digest_expiries={},
+            expires=verified.expires if entry.expires is None else min(verified.expires, entry.expires),
+            fields=fields,
+            weight=weight,
+            team=team or entry.team,
+            allowances=_allowances(entry, identity, None if team is None else self._teams[team]),
+            within=verified.models,
+            user_header=None,  # the subject is the end user, and must not name another one
+        )
+
+    def _identity(self, entry: str, verified: VerifiedToken) -> str:
+        """Return the subject's own id, or the entry's id if there are too many subjects."""
+        known = self._subjects.setdefault(entry, set())
+        most = max(issuer.subjects for issuer in self._issuers)
+        if verified.subject not in known and len(known) >= most:
+            return entry
+        known.add(verified.subject)
+        return subject_id(entry, verified.subject)
+
+
+def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
+    """Return the entry's own limits for this identity, and the limits of a team: the team of the token, or of the entry.
+
+    Limits of end users stay those of the entry: its subjects are its end users.
+    """
+    mark = f"key {entry.id}"
+    own = [each for each in entry.allowances if each.holder.startswith(mark)]
+    shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]
+    renamed = (each if each.users is not None else replace(each, holder=f"key {identity}{each.holder[len(mark) :]}") for each in own)
+    return (*renamed, *shared)
 
 
 def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:

@@ -1,4 +1,4 @@
-"""Authenticate tokens of identity providers (JSON Web Tokens, RFC 7519): verify one, and make the key of its subject.
+"""Verify tokens of identity providers (JSON Web Tokens, RFC 7519). ``claims`` makes the key of a verified one.
 
 The rules: a token is verified once and the result is cached until the token expires, so an ordinary request costs two look-ups. If
 possible, a token is refused before its signature is checked. All caches are bounded, whatever clients send. There is no I/O: a
@@ -7,23 +7,19 @@ worker requests unknown keys from control.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import jwt
 import orjson
 
 from gateway.api.errors import Refusal
-from gateway.auth.claims import VerifiedToken, read_claims
+from gateway.auth.claims import SubjectKeys, VerifiedToken, read_claims
 from gateway.auth.jwks import VerificationKeys
-from gateway.snapshot.identity import subject_id
-from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
+from gateway.snapshot.snapshot import Issuer, Key, Snapshot
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes encode a brace
 _MAX_VERIFIED = 20_000
@@ -44,16 +40,13 @@ class TokenVerifier:
         self._refused: dict[bytes, tuple[str, str, float]] = {}
         self._principals: dict[bytes, Key] = {}  # by token, of this snapshot
         self._next_request: dict[str, float] = {}
-        self._subjects: dict[str, set[str]] = {}  # by entry
-        self._entries: dict[str, Key] = {}
-        self._teams: Mapping[str, tuple[Allowance, ...]] = {}
+        self._subject_keys = SubjectKeys()
         self._limit = 0
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Use this snapshot for new requests. Verified tokens stay cached unless an issuer or its keys changed."""
         self._principals.clear()
-        self._entries = {key.id: key for key in snapshot.keys}
-        self._teams = snapshot.teams
+        self._subject_keys.apply_snapshot(snapshot)
         if snapshot.issuers != self._issuers:
             self._issuers = snapshot.issuers
             self._by_name = {issuer.name: (issuer, _verification_keys(issuer)) for issuer in snapshot.issuers}
@@ -66,7 +59,7 @@ class TokenVerifier:
         if (key := self._principals.get(digest)) is None:
             if not _FORM.match(token):
                 return None
-            key = self._principal_for(self._verified(token, digest))
+            key = self._subject_keys.key_of(self._verified(token, digest))
             _keep(self._principals, digest, key, _MAX_VERIFIED)
         if key.expires is not None and time.time() >= key.expires:
             raise Refusal(*_EXPIRED)
@@ -120,54 +113,6 @@ class TokenVerifier:
         if now >= self._next_request.get(issuer, 0.0):
             self._next_request[issuer] = now + _REQUEST_EVERY
             self._on_unknown_key(issuer)
-
-    def _principal_for(self, verified: VerifiedToken) -> Key:
-        """Return the configured entry for this subject, with its own limits, cache salt and id."""
-        entry = self._entries.get(verified.entry)
-        if entry is None or entry.revoked:
-            raise Refusal("invalid_api_key", "The token's key is not known here." if entry is None else "This API key has been revoked.")
-        identity = self._identity(entry.id, verified)
-        team = next((team for team in verified.teams if team in self._teams), None)
-        fields, weight = dict(entry.fields), entry.weight
-        if verified.priority is not None:
-            fields["priority"], weight = verified.priority, weight_of(verified.priority)
-        if "cache_salt" in fields:
-            fields["cache_salt"] = hmac.new(fields["cache_salt"].encode(), verified.subject.encode(), hashlib.sha256).hexdigest()
-        return replace(
-            entry,
-            id=identity,
-            entry=entry.id,
-            digests=(),
-            digest_expiries={},
-            expires=verified.expires if entry.expires is None else min(verified.expires, entry.expires),
-            fields=fields,
-            weight=weight,
-            team=team or entry.team,
-            allowances=_allowances(entry, identity, None if team is None else self._teams[team]),
-            within=verified.models,
-            user_header=None,  # the subject is the end user, and must not name another one
-        )
-
-    def _identity(self, entry: str, verified: VerifiedToken) -> str:
-        """Return the subject's own id, or the entry's id if there are too many subjects."""
-        known = self._subjects.setdefault(entry, set())
-        most = max(issuer.subjects for issuer in self._issuers)
-        if verified.subject not in known and len(known) >= most:
-            return entry
-        known.add(verified.subject)
-        return subject_id(entry, verified.subject)
-
-
-def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
-    """Return the entry's own limits for this identity, and the limits of a team: the team of the token, or of the entry.
-
-    Limits of end users stay those of the entry: its subjects are its end users.
-    """
-    mark = f"key {entry.id}"
-    own = [each for each in entry.allowances if each.holder.startswith(mark)]
-    shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]
-    renamed = (each if each.users is not None else replace(each, holder=f"key {identity}{each.holder[len(mark) :]}") for each in own)
-    return (*renamed, *shared)
 
 
 def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:
