@@ -1,8 +1,8 @@
 """Decide what a client may put into a request body: one table, compiled for each model when a snapshot is applied.
 
 The rule: a request costs a few set operations and one scan of its lists; decisions that depend on the configuration are made in advance.
-Each row can be lifted by ``body.allow``. ``body.max_tokens`` is checked here, and set by ``proxy.body`` in a request without a limit; the
-limits of a key bound a response in ``limits.estimate``.
+Each row can be lifted by ``body.allow``. ``body.max_tokens`` is checked here, and set by ``proxy.payload`` in a request without a limit;
+the limits of a key bound a response in ``limits.estimate``.
 """
 
 from __future__ import annotations

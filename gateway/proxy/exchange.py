@@ -27,10 +27,10 @@ from gateway.limits.end_users import header_text, named_by_body, on_arrival
 from gateway.limits.expected_use import estimate_form
 from gateway.limits.reservation import reservation_of
 from gateway.prompts.token_keys import add_token_keys
-from gateway.proxy.body import prepare_request
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.continued import continue_stream, may_continue
 from gateway.proxy.form import Form
+from gateway.proxy.payload import prepare_request
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import BodyRelay, EventRelay, choose_relay, is_stream, read_error

@@ -41,8 +41,8 @@ from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import merge, prepare
 from gateway.proxy.json_body import JsonBody
+from gateway.proxy.payload import merge, prepare
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished

@@ -14,7 +14,7 @@ from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BodyPolicy
 from gateway.limits.estimate import estimate
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import merge, prepare
+from gateway.proxy.payload import merge, prepare
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.body_shape import shape

@@ -19,8 +19,8 @@ from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Route
 from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BodyPolicy
-from gateway.proxy.body import merge, prepare, with_running_usage
 from gateway.proxy.json_body import JsonBody
+from gateway.proxy.payload import merge, prepare, with_running_usage
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.steps import finished
 from tests.fuzz.differential.cases import Case, check, choose, mutated

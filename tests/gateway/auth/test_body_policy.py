@@ -16,7 +16,7 @@ from gateway.api import strict_json
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MAXIMA, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
-from gateway.proxy import body as proxy_body
+from gateway.proxy import payload
 from gateway.proxy.json_body import JsonBody
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.steps import finished
@@ -31,7 +31,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def prepare(*arguments: Any) -> JsonBody:
-    return finished(proxy_body.prepare(*arguments))
+    return finished(payload.prepare(*arguments))
 
 
 def applied(document: dict[str, Any], **rules: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body, Route
 from gateway.auth.body_policy import FORBIDDEN, NUMBERS, REFUSED, BodyPolicy
 from gateway.auth.catalog import Catalog
-from gateway.proxy.body import merge
-from gateway.proxy.body import prepare as prepare_in_steps
 from gateway.proxy.json_body import JsonBody
+from gateway.proxy.payload import merge
+from gateway.proxy.payload import prepare as prepare_in_steps
 from gateway.snapshot.snapshot import Key, Model
 from gateway.system.steps import finished
 from tests.support.examples import examples
