@@ -1,6 +1,6 @@
 """Client connections of the data port: transports, keep-alive and pipelining.
 
-Bytes from the transport go through ``http.parser``. A POST to an inference route becomes a ``ClientRequest``. Its handler reads and writes
+Bytes from the transport go through ``http.framing``. A POST to an inference route becomes a ``ClientRequest``. Its handler reads and writes
 it directly, so that a chunk goes from the server's callback to the client's transport without ASGI messages and task switches. Every other
 request becomes an ``AsgiRequest``.
 
@@ -27,8 +27,8 @@ from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
 from gateway.client.connection_context import ConnectionContext
 from gateway.client.flow_control import FlowControl
+from gateway.client.http.framing import BodyReceiver, HttpParser, Reading
 from gateway.client.http.head import FORWARDED, MAX_HEAD, RequestHead
-from gateway.client.http.parser import BodyReceiver, HttpParser, Reading
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.client.request import ClientRequest, Handler
 from gateway.client.timeouts import Wait, WaitTimer

@@ -19,9 +19,9 @@ _FORM = "tests/gateway/proxy/test_form.py"
 CORE: Mapping[str, Tested] = MappingProxyType(
     {
         "gateway/client/http/head.py": Tested(
-            ("tests/gateway/client/http/test_head.py", "tests/gateway/client/http/test_parser.py", _CLIENT)
+            ("tests/gateway/client/http/test_head.py", "tests/gateway/client/http/test_framing.py", _CLIENT)
         ),
-        "gateway/client/http/parser.py": Tested(("tests/gateway/client/http/test_parser.py", _CLIENT)),
+        "gateway/client/http/framing.py": Tested(("tests/gateway/client/http/test_framing.py", _CLIENT)),
         "upstream/http/repeated_headers.py": Tested(("tests/upstream/http/test_repeated_headers.py",)),
         "upstream/http/chunked.py": Tested(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
         "upstream/http/response_head.py": Tested(("tests/upstream/http/test_response_head.py", _SERVER)),

@@ -44,7 +44,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "len(headers) <= number",
             ): "A shortcut: `_all_fields` has the same result for headers that are not repeated.",
         },
-        "gateway/client/http/parser.py": {
+        "gateway/client/http/framing.py": {
             ("HttpParser.__init__", "self._left = 0", "pass"): "Set before it is read, with the start of a body.",
             ("HttpParser.__init__", "0", "1"): "Set before it is read, with the start of a body.",
             ("HttpParser.__init__", "False", "True"): "Set before it is read, with the first request.",

@@ -11,8 +11,8 @@ from random import Random
 from typing import NamedTuple
 
 from gateway.api.errors import Refusal
+from gateway.client.http.framing import HttpParser
 from gateway.client.http.head import RequestHead
-from gateway.client.http.parser import HttpParser
 from tests.fuzz.differential.cases import Case, check, choose, cut, has_empty_extension, mutated, single_bytes
 from tests.fuzz.differential.references import Fields, Message, Reading, h11_request, llhttp_request
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
+from gateway.client.http.framing import AHEAD, HttpParser, Reading
 from gateway.client.http.head import MAX_HEAD, MAX_HEADERS, RequestHead
-from gateway.client.http.parser import AHEAD, HttpParser, Reading
 
 LINE, HOST = b"POST /v1/chat/completions HTTP/1.1\r\n", b"host: a\r\n"
 
