@@ -199,7 +199,7 @@ def _starts_with_item(finding: Finding) -> bool:
 
 
 def _below_first(values: Iterable[tuple[Path, Any]], findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings below the first of the values that could have all of them; nothing if there is none."""
+    """Return the findings below the first of the values that could have all of them; nothing if no value could."""
     for path, value in islice(values, MAX_SEARCHED):
         if all(_fits(each, value) for each in findings):
             return tuple(each._replace(path=path + each.path) for each in findings)
