@@ -296,7 +296,7 @@ LIMITS_IN_REDIS = {
 AREAS: Mapping[str, Area] = MappingProxyType(
     {
         "core": Area("The trusted core", CORE),
-        "retry": Area("Retry", RETRY, 120),
+        "retry": Area("Retry", RETRY, 60),
         "ejection": Area("Ejection", EJECTION),
         "settlement": Area("Settlement", SETTLEMENT),
         "limits": Area("Limits in memory", LIMITS, 250),
