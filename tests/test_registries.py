@@ -17,7 +17,7 @@ from gateway.api.errors import ERRORS
 from gateway.api.reference.shapes import read
 from gateway.api.routes import ROUTES
 from gateway.config import schema
-from gateway.limits.rules import RATES
+from gateway.limits.decision import RATES
 from gateway.snapshot.snapshot import CALENDAR, Limits
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, ROOT
@@ -112,7 +112,7 @@ KINDS = {
         ),
     ),
     "limit": Kind(
-        "gateway/limits/rules.py, RATES",
+        "gateway/limits/decision.py, RATES",
         (*RATES, *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)),
         (
             Location("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),

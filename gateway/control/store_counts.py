@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.budget_holders import Budgets
+from gateway.limits.decision import Holder
 from gateway.limits.end_users import fixed_holders
 from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
-from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.system.tasks import cancel, wait_at_most, wait_until

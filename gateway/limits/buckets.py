@@ -11,7 +11,7 @@ writes after that, or at once if no worker has attached to the memory yet.
 
 Layout, little-endian: u64 workers, u64 bytes of records, three float64: the announced number (0: none), the acknowledged number, whether
 a worker has attached; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it is a holder, and the cells as
-float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has in flight. Each of its rolling
+float64. The record of a holder has its counts (see ``decision``), and for each worker a cell of what it has in flight. Each of its rolling
 windows has a separate record (see ``windows``), named after the holder and the window.
 """
 
@@ -26,8 +26,8 @@ from hashlib import sha256
 from threading import Lock
 from typing import Any
 
-from gateway.limits import rules, sessions, windows
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, Holder
+from gateway.limits import decision, sessions, windows
+from gateway.limits.decision import REQUESTS, SIZE, TOKENS, Amounts, Holder
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import RING_CELLS, SPENT, USED, BudgetState, Capacity, ExceededLimit, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
@@ -202,7 +202,7 @@ class Buckets:
 
     def in_flight(self, holder: Holder) -> float:
         """Return a holder's requests in flight in all workers."""
-        return rules.in_flight_of(holder, self.cells, self.workers)
+        return decision.in_flight_of(holder, self.cells, self.workers)
 
     def full_times(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """Return for each holder when its buckets of requests and of tokens are full."""
@@ -269,13 +269,13 @@ class Buckets:
     ) -> tuple[Holder, ExceededLimit] | None:
         """Reserve amounts from each holder and return None, or reserve nothing and return the holder that refuses and its limit.
 
-        ``reservation_ends``: see ``rules.admit``.
+        ``reservation_ends``: see ``decision.admit``.
         """
         cells = self.cells
         if self._is_only_writer and not cells[_ANNOUNCED]:  # ``exclusive``, without its call
-            return rules.admit(wanted, cells, at, reservation_ends)
+            return decision.admit(wanted, cells, at, reservation_ends)
         with self._lock:
-            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
+            return decision.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
 
     def reserve_for_user(
         self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, reservation_ends: dict[int, float]
@@ -286,17 +286,17 @@ class Buckets:
             for holder, _ in wanted:
                 if holder.number and cells[self.number_cell(holder)] != holder.number:
                     raise CountsMovedError
-            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
+            return decision.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
 
     def settle(
         self, reserved: Iterable[tuple[Holder, Amounts]], reservation_ends: Mapping[int, float], used: Amounts, then: Moment, now: float
     ) -> None:
         """Replace what was reserved at ``then`` by what was used."""
         if self._is_only_writer and not self.cells[_ANNOUNCED]:
-            rules.settle(reserved, self.cells, used, reservation_ends, now, then)
+            decision.settle(reserved, self.cells, used, reservation_ends, now, then)
             return
         with self._lock:
-            rules.settle(reserved, self.cells, used, reservation_ends, now, then, self._worker)
+            decision.settle(reserved, self.cells, used, reservation_ends, now, then, self._worker)
 
 
 class UserCounts:

@@ -17,7 +17,7 @@ from gateway.api.routes import OUTPUTS, Output
 from gateway.api.settlement import BYTES_PER_TOKEN
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.api.vllm.lax_int import MAX_INT, lax_int
-from gateway.limits.rules import Amounts
+from gateway.limits.decision import Amounts
 from gateway.limits.windows import Capacity
 from gateway.snapshot.money import Price, TokenCounts, completion_within, cost_of, highest_cost
 

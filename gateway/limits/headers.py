@@ -13,7 +13,7 @@ from math import ceil
 
 import msgspec
 
-from gateway.limits.rules import REQUESTS, TOKENS, BucketState, Holder, bucket_state, remaining_in_bucket
+from gateway.limits.decision import REQUESTS, TOKENS, BucketState, Holder, bucket_state, remaining_in_bucket
 from gateway.limits.windows import SPENT, USED, BudgetState, Moment
 from gateway.snapshot.money import decimal_text
 from gateway.snapshot.snapshot import CALENDAR, Limits

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.limits.rules import Amounts, Holder, bucket_state
+from gateway.limits.decision import Amounts, Holder, bucket_state
 from gateway.limits.states import StoreResult
 from gateway.limits.windows import BudgetState, seconds_left_in_period
 

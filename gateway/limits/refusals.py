@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 from gateway.api.errors import Refusal, duration
+from gateway.limits.decision import RATES
 from gateway.limits.estimate import TokenEstimate
-from gateway.limits.rules import RATES
 from gateway.limits.windows import ExceededLimit
 from gateway.snapshot.money import Price, completion_within, decimal_of
 
-_ROUNDING = 1e-6  # as in ``rules``
+_ROUNDING = 1e-6  # as in ``decision``
 
 
 def limit_text(reason: str, limit: float) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from operator import itemgetter
 from time import monotonic, time
 
+from gateway.limits.decision import Holder
 from gateway.limits.headers import WARNING, budget_lines, header_lines, laid_out_lines
 from gateway.limits.reservation import Reservation
-from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment
 
 _STATE = itemgetter(1)  # of a holder and the state of its budget

@@ -1,7 +1,7 @@
 """Describe the state of limits for key holders and operators: how much is used, what remains, and when all is available again. Pure.
 
-The rule: the numbers are those that refusals and headers use, from ``rules.bucket_state`` and ``windows.BudgetState``. A number that is not
-counted here is None.
+The rule: the numbers are those that refusals and headers use, from ``decision.bucket_state`` and ``windows.BudgetState``. A number that is
+not counted here is None.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from gateway.limits.rules import RATES, Holder, bucket_state
+from gateway.limits.decision import RATES, Holder, bucket_state
 from gateway.limits.windows import BudgetState, ExceededLimit, session_window, windows_of
 from gateway.snapshot.money import json_number
 from gateway.snapshot.snapshot import Allowance, Limits, Raised

@@ -24,8 +24,8 @@ from msgspec import structs
 
 from gateway.limits import windows
 from gateway.limits.buckets import Buckets, BucketsFullError
+from gateway.limits.decision import REQUESTS, SIZE, TOKENS, Holder
 from gateway.limits.end_users import LONGEST_NAME, owner_of, user_of
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Holder
 from gateway.limits.states import StoreResult
 from gateway.limits.windows import RING_CELLS, BudgetState, Moment
 from gateway.snapshot.snapshot import Allowance

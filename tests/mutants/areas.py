@@ -130,7 +130,7 @@ SETTLEMENT = {
 }
 
 _FOLDER = "tests/gateway/limits"
-_RULES, _WINDOWS = f"{_FOLDER}/test_rules.py", f"{_FOLDER}/test_windows.py"
+_DECISION, _WINDOWS = f"{_FOLDER}/test_decision.py", f"{_FOLDER}/test_windows.py"
 _EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_budget_holders.py", f"{_FOLDER}/test_headers.py", f"{_FOLDER}/test_reservation.py"
 _SESSIONS = _without(f"{_FOLDER}/test_sessions.py", "test_all_workers_count_a_session_together")
 
@@ -140,20 +140,20 @@ _SHOWN = (
 )
 
 LIMITS = {
-    "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
+    "gateway/limits/decision.py": Tested((_DECISION, _HEADERS, *_LIMITS)),
     "gateway/limits/buckets.py": Tested(
         (
             f"{_FOLDER}/test_buckets.py",
             f"{_FOLDER}/test_subjects.py",
             f"{_FOLDER}/test_user_table.py",
             *_some(f"{_FOLDER}/test_user_limits.py", "test_each_user_of_open_webui_has_the_limits"),
-            _RULES,
+            _DECISION,
             _EARLIER_USE,
             *_SESSIONS,
         )
     ),
     "gateway/limits/windows.py": Tested(
-        (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
+        (_WINDOWS, _DECISION, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
     ),
     "gateway/limits/key_limits.py": Tested(
         (_RESERVATION, f"{_FOLDER}/test_subjects.py", f"{_FOLDER}/test_user_limits.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)

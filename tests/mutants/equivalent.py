@@ -360,7 +360,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "redis.call('EXPIRE', key, math.floor(tonumber(ARGV[1])) + 1)",
             ): "Only when a set without leases is freed.",
         },
-        "gateway/limits/rules.py": {
+        "gateway/limits/decision.py": {
             ("admit", "workers > 1", "workers >= 1"): "The sum over one worker is its number.",
             ("admit", "full > now", "full >= now"): "Both branches have the same number then.",
             (

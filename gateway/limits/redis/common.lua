@@ -1,5 +1,5 @@
 -- The beginning of all scripts: reads and writes what a holder of limits has used. The Python twins are
--- gateway/limits/rules.py and gateway/limits/windows.py; the comments name the functions.
+-- gateway/limits/decision.py and gateway/limits/windows.py; the comments name the functions.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
 -- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dn), another day (od, odt, odn), and the
 -- same of the weeks (w, …) and the months (m, …). A session has a separate hash, where its use is that of period 1 (s, st, sn). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with

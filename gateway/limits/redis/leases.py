@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.lease import DURATION, LEAST, Lease, next_amounts, seconds_of_lease
-from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
 
 OnResult = Callable[[StoreResult | None, float, float], None]

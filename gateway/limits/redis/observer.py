@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from gateway.limits import windows
 from gateway.limits.budget_holders import PeriodUse
+from gateway.limits.decision import Holder
 from gateway.limits.redis.store import RedisStore, encoded, parse_usage
-from gateway.limits.rules import Holder
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import BudgetState
 

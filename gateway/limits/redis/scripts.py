@@ -1,4 +1,4 @@
-"""The Lua scripts that a Redis runs: the rules of ``gateway.limits.rules`` for several gateways that count together.
+"""The Lua scripts that a Redis runs: the rules of ``gateway.limits.decision`` for several gateways that count together.
 
 Each ``.lua`` file names its Python twin. A script runs completely or not at all, and uses the store's clock, so the clocks of the
 gateways do not matter. A reservation is stored until it is settled, so a settlement may be sent twice.

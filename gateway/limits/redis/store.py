@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 from hiredis import ReplyError
 
-from gateway.limits import rules, windows
+from gateway.limits import decision, windows
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.redis.connection import PendingCommand, Reply, ReplyLostError, StoreConnection, authentication, connect, packed_command
 from gateway.limits.redis.leases import Leases, OnResult
 from gateway.limits.redis.scripts import Script, load_scripts
-from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
 from gateway.limits.windows import BudgetState, ExceededLimit, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
@@ -240,7 +240,7 @@ class RedisStore:
         for holder, amounts in reserved:
             parts = self._encoded(holder)
             keys += parts.keys
-            added: list[float] = [*rules.settlement_of_buckets(holder.limits, amounts, used)]
+            added: list[float] = [*decision.settlement_of_buckets(holder.limits, amounts, used)]
             for window in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
             arguments += parts.windows, " ".join(map(repr, added))
@@ -430,7 +430,7 @@ class Encoded(NamedTuple):
 
 def encoded(holder: Holder) -> Encoded:
     """Return the parts of commands for a holder."""
-    limits: list[object] = [getattr(holder.limits, name) or 0 for name in rules.RATES]
+    limits: list[object] = [getattr(holder.limits, name) or 0 for name in decision.RATES]
     names: list[object] = []
     for window in holder.windows:
         names += (window.name, window.slice_seconds)
@@ -490,7 +490,7 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: f
 
 def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: float) -> ExceededLimit:
     """Return the limit with a number of admit.lua."""
-    if number <= len(rules.RATES):
-        return rules.exceeded_rate(holder, amounts, rules.RATES[number - 1], wait, left)
-    index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
+    if number <= len(decision.RATES):
+        return decision.exceeded_rate(holder, amounts, decision.RATES[number - 1], wait, left)
+    index, is_cost = divmod(number - len(decision.RATES) - 1, 2)
     return windows.exceeded_budget(holder.windows[index], bool(is_cost), wait, left, amounts.cost if is_cost else amounts.tokens)

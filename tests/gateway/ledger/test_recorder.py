@@ -15,7 +15,7 @@ from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
-from gateway.limits.rules import DAY
+from gateway.limits.decision import DAY
 from gateway.limits.windows import SPENT
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, Tracing

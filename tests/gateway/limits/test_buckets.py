@@ -15,7 +15,7 @@ from time import monotonic, sleep
 import pytest
 
 from gateway.limits.buckets import Buckets, BucketsFullError
-from gateway.limits.rules import DAY, SIZE, Amounts
+from gateway.limits.decision import DAY, SIZE, Amounts
 from gateway.limits.windows import USED, moment
 from gateway.snapshot.snapshot import Budget, Limits
 
@@ -24,7 +24,7 @@ WALL = 1_800_000_000.0
 TAKER = """
 import sys
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import Amounts
+from gateway.limits.decision import Amounts
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Limits
 
@@ -174,7 +174,7 @@ def test_the_only_worker_waits_for_no_lock() -> None:
 COUNTER = """
 import sys
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import Amounts
+from gateway.limits.decision import Amounts
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Limits
 

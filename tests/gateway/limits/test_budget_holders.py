@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.limits.buckets import Buckets
 from gateway.limits.budget_holders import Budgets, UsedSince, beyond
-from gateway.limits.rules import Amounts
+from gateway.limits.decision import Amounts
 from gateway.limits.windows import BudgetState, counted_starts, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Budget, Issuer, Key, Limits, Model, PerUser, Snapshot
 

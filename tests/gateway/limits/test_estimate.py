@@ -11,8 +11,8 @@ from gateway.api.errors import Refusal
 from gateway.api.media_urls import InlineMedia
 from gateway.api.usage import Usage
 from gateway.auth.body_policy import BodyPolicy
+from gateway.limits.decision import Amounts
 from gateway.limits.estimate import TokenEstimate, apply_max_tokens, counts_as_request, estimate, reserved_amounts, used_amounts
-from gateway.limits.rules import Amounts
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.steps import finished

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.limits.decision import Holder
 from gateway.limits.headers import budget_lines, duration, header_lines, laid_out_lines, layout_of
-from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, NamedBudget, budget_states, moment
 from gateway.snapshot.snapshot import Budget, Limits
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.lease import DURATION, LEAST, MOST, PARTS, Lease, can_lease, next_amounts, seconds_of_lease
-from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
 from gateway.limits.windows import session_window, states_of, windows_of
 from gateway.snapshot.snapshot import Budget, Limits

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from gateway.api.errors import duration
-from gateway.limits import rules, windows
+from gateway.limits import decision, windows
 from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, Snapshot
 from tests.support.money import price
 from tests.support.ports import refusing
@@ -81,9 +81,12 @@ class Counted:
 def counted(served: Served, holder: str = "key team-a") -> Counted:
     buckets = served.context.limiter.buckets
     found = buckets.holder(holder, Limits())
-    cells = buckets.cells[found.offset : found.offset + rules.SIZE]
+    cells = buckets.cells[found.offset : found.offset + decision.SIZE]
     return Counted(
-        cells[rules.DAY + windows.USED], cells[rules.DAY + windows.SPENT], cells[rules.MONTH + windows.USED], buckets.in_flight(found)
+        cells[decision.DAY + windows.USED],
+        cells[decision.DAY + windows.SPENT],
+        cells[decision.MONTH + windows.USED],
+        buckets.in_flight(found),
     )
 
 
@@ -213,7 +216,7 @@ async def test_a_bounded_number_of_exceeded_soft_budgets_is_remembered(caplog: p
         (state,) = windows.states_of(windows.windows_of(limits)[0], 11, 0, 60.0)
         limiter = served.context.limiter
         for number in range(10_001):
-            limiter.report_soft_budgets([(rules.Holder.placed(f"key staff/{number}", limits, 0, {"month": 0}), state)])
+            limiter.report_soft_budgets([(decision.Holder.placed(f"key staff/{number}", limits, 0, {"month": 0}), state)])
         assert len(limiter._exceeded) <= 10_000
 
 
@@ -258,7 +261,7 @@ async def test_a_refusal_reports_what_is_left_and_what_was_requested() -> None:
             message_without_wait(await request_once(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
         )
         offset = served.context.limiter.buckets.holder("key team-a", Limits()).offset
-        served.context.limiter.buckets.cells[offset + rules.DAY + windows.USED] = 200
+        served.context.limiter.buckets.cells[offset + decision.DAY + windows.USED] = 200
         assert (
             message_without_wait(await request_once(served.port, request(chat(max_tokens=1))))
             == "The limit of 200 tokens per day is reached (key team-a)."

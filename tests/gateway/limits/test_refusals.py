@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.limits.decision import RATES
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.refusals import refusal
-from gateway.limits.rules import RATES
 from gateway.limits.windows import ExceededLimit
 from tests.support.money import price
 

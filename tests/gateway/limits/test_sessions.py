@@ -20,11 +20,11 @@ from gateway.api.media_urls import InlineMedia
 from gateway.auth import keys
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.limits.decision import Amounts
 from gateway.limits.expected_use import estimate_request
 from gateway.limits.key_limits import KeyLimits
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
-from gateway.limits.rules import Amounts
 from gateway.limits.sessions import CELLS, IDLE, SETS_OF_HOLDER, WAYS, find_entry, session_of
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, Model, Snapshot

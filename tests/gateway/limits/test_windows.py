@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits import rules, windows
+from gateway.limits import decision, windows
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import SIZE, Amounts, Holder
+from gateway.limits.decision import SIZE, Amounts, Holder
 from gateway.limits.windows import (
     RING_CELLS,
     SLICES,
@@ -95,7 +95,7 @@ class Rolling:
         return self._refusal(wall, tokens, list(self.cells)) is None
 
     def _refusal(self, wall: float, tokens: int, cells: list[float]) -> ExceededLimit | None:
-        refused = rules.admit([(self.holder, Amounts(tokens=tokens))], cells, at(wall), {})
+        refused = decision.admit([(self.holder, Amounts(tokens=tokens))], cells, at(wall), {})
         return None if refused is None else refused[1]
 
     def within(self, wall: float, seconds: float) -> int:

@@ -18,7 +18,7 @@ from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
-from gateway.limits import rules, windows
+from gateway.limits import decision, windows
 from gateway.snapshot.money import cost_of
 from gateway.snapshot.snapshot import Allowance, Limits
 from gateway.telemetry.metrics import Series, sum_series
@@ -194,7 +194,7 @@ class Settlements(RuleBasedStateMachine):
             counted = series.get(Series("tokens_total", ("team-a", "tiny", kind)), [0.0])[0]
             assert counted == sum(getattr(usage, kind) for usage in charged)
         buckets = context.limiter.buckets
-        day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + rules.DAY
+        day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + decision.DAY
         assert buckets.cells[day + windows.USED] == sum(usage.prompt + usage.completion for usage in charged)
         assert buckets.cells[day + windows.SPENT] == sum(row.cost or 0 for row in self.rows)
 
@@ -236,7 +236,7 @@ def charge_of(kind: str, reads: list[bytes], later: list[bytes]) -> tuple[Usage 
             await until(lambda: len(one.context.records) == 1)
             (record,) = one.context.records
             buckets = one.context.limiter.buckets
-            day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + rules.DAY
+            day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + decision.DAY
             used = record.usage or Usage()
             assert buckets.cells[day + windows.USED] == used.prompt + used.completion
             return record.usage, record.estimated_by

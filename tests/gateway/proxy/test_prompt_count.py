@@ -14,7 +14,7 @@ from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
-from gateway.limits.rules import DAY
+from gateway.limits.decision import DAY
 from gateway.limits.windows import USED
 from gateway.proxy.prompt_count import LARGEST
 from gateway.snapshot.snapshot import Allowance, Limits, Queue

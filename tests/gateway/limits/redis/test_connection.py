@@ -11,9 +11,9 @@ from time import time
 import pytest
 
 from gateway.auth import keys
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.redis.observer import add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import StoreUnavailableError
-from gateway.limits.rules import Amounts, Holder
 from gateway.snapshot.snapshot import Budget, Limits, LimitsStore
 from tests.gateway.limits.redis.test_store import LIMITS, opened, ticking
 from tests.support.certificates import certificate

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.limits.budget_holders import PeriodUse
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.redis.observer import add_earlier_use, read_counts
-from gateway.limits.rules import Amounts, Holder
 from gateway.limits.windows import counted_periods, moment
 from gateway.snapshot.snapshot import Budget, Limits
 from tests.gateway.limits.redis.test_store import LIMITS, opened

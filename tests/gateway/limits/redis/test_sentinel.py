@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
+from gateway.limits.decision import Amounts, Holder
 from gateway.limits.redis.store import StoreUnavailableError
-from gateway.limits.rules import Amounts, Holder
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from tests.gateway.limits.redis.test_store import opened, ticking
 from tests.support.ports import refusing

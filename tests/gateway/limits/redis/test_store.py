@@ -21,11 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import ResponseError
 
-from gateway.limits import rules
 from gateway.limits.buckets import Buckets
+from gateway.limits.decision import SIZE, Amounts, Holder, admit
 from gateway.limits.redis.scripts import Script, load_scripts, source
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError, seconds_ahead
-from gateway.limits.rules import SIZE, Amounts, Holder
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue
@@ -220,7 +219,7 @@ async def _compare_rates(server: RedisServer, rates: list[tuple[int, int, int, f
                 full = [before + 60 - seconds + wait for seconds, wait in zip(needed, waits, strict=True)]
                 each.hset(f"vllm-gateway:key {number}", mapping=dict(zip("rt", map(repr, full), strict=True)))
                 decision = (await store.admit(str(number), wanted)).exceeded
-                early, late = (rules.admit(wanted, [*full, *[0.0] * (SIZE - 1)], moment(now, now), {}) for now in (before, _now(each)))
+                early, late = (admit(wanted, [*full, *[0.0] * (SIZE - 1)], moment(now, now), {}) for now in (before, _now(each)))
                 if early is None or decision is None:
                     assert late is None and decision is None, "time only refills"
                 elif late is not None and early[1].reason == late[1].reason:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from gateway.limits import rules, windows
+from gateway.limits import decision, windows
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import (
+from gateway.limits.decision import (
     DAY,
     MONTH,
     REQUESTS,
@@ -68,7 +68,7 @@ class HolderBuckets:
         self, limits: Limits, requested: Amounts, at: Moment = AT, refilled_at: dict[int, float] | None = None
     ) -> ExceededLimit | None:
         wanted = [(Holder.placed("one", limits), requested)]
-        refused = rules.admit(wanted, self.cells, at, {} if refilled_at is None else refilled_at)
+        refused = decision.admit(wanted, self.cells, at, {} if refilled_at is None else refilled_at)
         return None if refused is None else refused[1]
 
     def fill(self, limits: Limits, requested: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
@@ -148,7 +148,7 @@ class Timeline:
 
     def settle(self, requested: Amounts, used: Amounts, refilled_at: dict[int, float]) -> None:
         reserved = [(Holder.placed("one", self.limits), requested)]
-        rules.settle(reserved, self.buckets.cells, used, refilled_at, self.at.now, AT)
+        decision.settle(reserved, self.buckets.cells, used, refilled_at, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
@@ -285,7 +285,7 @@ def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
     holder = Holder.placed("one", limits)
     cells = [*cells, flying]
     before, exceeded = list(cells), exceeded_limits(limits, cells, flying, requested)
-    refused = rules.admit([(holder, requested)], cells, AT, {})
+    refused = decision.admit([(holder, requested)], cells, AT, {})
     assert (refused is None) == (not exceeded)
     if refused is not None:
         reason, limit, wait, left, amount = refused[1]
@@ -304,18 +304,18 @@ def test_buckets_and_windows_are_settled_by_the_amounts_that_a_store_gets(
     holder, now = Holder.placed("one", limits), AT.now + after
     end_times: dict[int, float] = {}
     cells = [*cells, 0.0]
-    if rules.admit([(holder, requested)], cells, AT, end_times) is not None:
+    if decision.admit([(holder, requested)], cells, AT, end_times) is not None:
         return
     expected = list(cells)
     expected[SIZE] -= requested.slots
-    for bucket, seconds in zip((REQUESTS, TOKENS), rules.settlement_of_buckets(limits, requested, used), strict=True):
+    for bucket, seconds in zip((REQUESTS, TOKENS), decision.settlement_of_buckets(limits, requested, used), strict=True):
         if seconds > 0:
             expected[bucket] = max(cells[bucket], now) + seconds
         elif (given := min(-seconds, end_times.get(bucket, 0.0) - cells[bucket + 2] - now)) > 0:
             expected[bucket], expected[bucket + 2] = cells[bucket] - given, cells[bucket + 2] + given
     for window in holder.windows:
         windows.settle(window, expected, (requested.tokens, requested.cost), (used.tokens, used.cost), AT)
-    rules.settle([(holder, requested)], cells, used, end_times, now, AT)
+    decision.settle([(holder, requested)], cells, used, end_times, now, AT)
     assert cells == pytest.approx(expected)
 
 
@@ -386,7 +386,7 @@ class Limiting(RuleBasedStateMachine):
         return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
     def _refusal(self, holder: Holder, requested: Amounts, at: Moment) -> ExceededLimit | None:
-        refused = rules.admit([(holder, requested)], Copied(self.control.cells), at, {}, 1, 3)
+        refused = decision.admit([(holder, requested)], Copied(self.control.cells), at, {}, 1, 3)
         return None if refused is None else refused[1]
 
     def _of(self, holder: Holder) -> list[Request]:
@@ -423,7 +423,7 @@ class Limiting(RuleBasedStateMachine):
                 return
             # The limit of a day or month before the clock was set back may be exhausted too.
             assert (again[0][0], again[0][1].reason) != (reported[0], reported[1].reason) or (
-                again[0][1].reason not in rules.RATES and at.periods[0] <= self.newest
+                again[0][1].reason not in decision.RATES and at.periods[0] <= self.newest
             )
             reported = again[0]
         raise AssertionError(f"{refused} was not the truth")
@@ -549,9 +549,9 @@ def test_workers_share_a_limit_on_concurrent_requests() -> None:
     cells = [0.0] * (SIZE + 2)
 
     def admits(worker: int) -> bool:
-        return rules.admit([(holder, REQUEST)], cells, AT, {}, worker, 2) is None
+        return decision.admit([(holder, REQUEST)], cells, AT, {}, worker, 2) is None
 
     assert [admits(1), admits(1), admits(0), admits(0), admits(1)] == [True, True, True, False, False]
     assert cells[SIZE:] == [1, 2]
-    rules.settle([(holder, REQUEST)], cells, REQUEST, {}, AT.now, AT, 1)
+    decision.settle([(holder, REQUEST)], cells, REQUEST, {}, AT.now, AT, 1)
     assert cells[SIZE:] == [1, 1] and admits(0) and not admits(1)
