@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.budget_holders import Budgets, HolderUse, PeriodUse, beyond
 from gateway.limits.decision import Holder
 from gateway.limits.end_users import other_users, owner_of
 from gateway.limits.key_limits import PART_FOR_SUBJECTS
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.user_table import UserTable
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Snapshot

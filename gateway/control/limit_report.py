@@ -14,8 +14,8 @@ from typing import Any
 
 from gateway.config.problems import did_you_mean
 from gateway.control.store_counts import StoreCounts
-from gateway.limits.buckets import Buckets
 from gateway.limits.end_users import fixed_holders
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.states import LimitState, limit_states
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Snapshot

@@ -11,10 +11,10 @@ from typing import Any
 
 from gateway.api.errors import Refusal
 from gateway.api.media_urls import InlineMedia
-from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import HardBudgets, TokenEstimate, apply_max_tokens, bound_form, bound_response, estimate
 from gateway.limits.reservation import Reservation
 from gateway.limits.sessions import session_of
+from gateway.limits.shared_counts import BucketsFullError
 from gateway.snapshot.snapshot import Model
 
 

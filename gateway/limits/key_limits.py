@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.limits import headers
-from gateway.limits.buckets import Buckets, UserCounts
 from gateway.limits.decision import RATES, Amounts, Holder
 from gateway.limits.end_users import EndUser
 from gateway.limits.lease import can_lease
 from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import RedisStore
+from gateway.limits.shared_counts import Buckets, UserCounts
 from gateway.limits.windows import windows_of
 from gateway.snapshot.snapshot import Allowance, Limits, Model
 

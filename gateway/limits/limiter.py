@@ -12,12 +12,12 @@ from secrets import token_hex
 from time import monotonic, time
 
 from gateway.api.errors import Refusal
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.decision import RATES, Holder
 from gateway.limits.end_users import fixed_holders
 from gateway.limits.key_limits import PART_FOR_SUBJECTS, Holders, KeyLimits, is_counted
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.refusals import limit_text
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.user_limits import NO_USER, UserLimits, counts_users
 from gateway.limits.user_table import note_store_use

@@ -16,7 +16,6 @@ import msgspec
 from gateway.api.errors import Refusal
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
-from gateway.limits.buckets import CountsMovedError
 from gateway.limits.decision import Amounts, Holder
 from gateway.limits.estimate import TokenEstimate, counts_as_request, reserved_amounts, used_amounts
 from gateway.limits.headers import Layout
@@ -26,6 +25,7 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import StoreUnavailableError
 from gateway.limits.refusals import refusal
+from gateway.limits.shared_counts import CountsMovedError
 from gateway.limits.states import StoreResult
 from gateway.limits.user_table import note_store_use
 from gateway.limits.windows import ExceededLimit, Moment, moment

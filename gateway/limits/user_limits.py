@@ -12,10 +12,10 @@ from time import monotonic, time
 
 from gateway.api.errors import Refusal
 from gateway.limits import end_users
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.decision import Holder
 from gateway.limits.end_users import EndUser
 from gateway.limits.key_limits import PART_FOR_SUBJECTS, KeyLimits
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.user_table import UserTable
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Key, PerUser

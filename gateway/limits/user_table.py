@@ -2,13 +2,13 @@
 
 The rules: an end user with use in any window, with requests in flight, or with use in the limits store is never evicted. At the bound, a
 new end user gets the counts of one without use, or none. The lock of the memory is held when counts are given to an end user, and again
-when a request reserves from them (``buckets.UserCounts``): a worker may remember counts that another worker has given away.
+when a request reserves from them (``shared_counts.UserCounts``): a worker may remember counts that another worker has given away.
 
 The memory has a record for the table and one for each end user, which is added when it is needed. The record of an end user is that of a
-holder (see ``buckets``), and more cells: the number of the end user, until when the limits store may count for it, by the monotonic clock,
-and its name, for observers. Its rolling windows have records too, each with one more cell: the number of the end user whose use it has. The
-record of the table has the count of end users, the next one to examine for use, and a log of the last changes, so that each worker finds
-end users by a dictionary.
+holder (see ``shared_counts``), and more cells: the number of the end user, until when the limits store may count for it, by the monotonic
+clock, and its name, for observers. Its rolling windows have records too, each with one more cell: the number of the end user whose use it
+has. The record of the table has the count of end users, the next one to examine for use, and a log of the last changes, so that each worker
+finds end users by a dictionary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import NamedTuple
 from msgspec import structs
 
 from gateway.limits import windows
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.decision import REQUESTS, SIZE, TOKENS, Holder
 from gateway.limits.end_users import LONGEST_NAME, owner_of, user_of
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.states import StoreResult
 from gateway.limits.windows import RING_CELLS, BudgetState, Moment
 from gateway.snapshot.snapshot import Allowance

@@ -15,7 +15,7 @@ from gateway.client.active_snapshot import ActiveSnapshot
 from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets
+from gateway.limits.shared_counts import Buckets
 from gateway.recording.recorder import BodyRecorder
 from gateway.snapshot.link import ChoiceExplained, Message, ModelRequested, StoreStatus
 from gateway.snapshot.snapshot import Key

@@ -25,7 +25,7 @@ from gateway.auth.stored_keys import StoredKeyring
 from gateway.client.connection import LINGER
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
-from gateway.limits.buckets import Buckets
+from gateway.limits.shared_counts import Buckets
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
 from gateway.recording.recorder import BodyRecorder

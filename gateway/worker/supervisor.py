@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.limits.buckets import Buckets
 from gateway.limits.limiter import shown_budgets
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.user_table import users_held
 from gateway.limits.windows import BudgetState
 from gateway.snapshot import link

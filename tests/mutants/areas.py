@@ -141,9 +141,9 @@ _SHOWN = (
 
 LIMITS = {
     "gateway/limits/decision.py": Tested((_DECISION, _HEADERS, *_LIMITS)),
-    "gateway/limits/buckets.py": Tested(
+    "gateway/limits/shared_counts.py": Tested(
         (
-            f"{_FOLDER}/test_buckets.py",
+            f"{_FOLDER}/test_shared_counts.py",
             f"{_FOLDER}/test_subjects.py",
             f"{_FOLDER}/test_user_table.py",
             *_some(f"{_FOLDER}/test_user_limits.py", "test_each_user_of_open_webui_has_the_limits"),
@@ -153,7 +153,7 @@ LIMITS = {
         )
     ),
     "gateway/limits/windows.py": Tested(
-        (_WINDOWS, _DECISION, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
+        (_WINDOWS, _DECISION, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_shared_counts.py::test_the_capacity_of_hard_budgets")
     ),
     "gateway/limits/key_limits.py": Tested(
         (_RESERVATION, f"{_FOLDER}/test_subjects.py", f"{_FOLDER}/test_user_limits.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)

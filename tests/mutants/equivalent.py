@@ -374,7 +374,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("_settle_bucket", "given > 0", "given >= 0"): "Nothing is given then.",
             ("BucketState", "True", "False"): "No code changes one.",
         },
-        "gateway/limits/buckets.py": {
+        "gateway/limits/shared_counts.py": {
             ("Buckets.__init__", "0", "1"): "Control numbers its announcements, from any number on.",
             ("Buckets.full_times", "holder.offset + REQUESTS", "holder.offset - REQUESTS"): "`REQUESTS` is 0.",
             ("Buckets.rates", "offset + REQUESTS", "offset - REQUESTS"): "`REQUESTS` is 0.",

@@ -26,8 +26,8 @@ from gateway.ledger.row import LOST, frame
 from gateway.ledger.spool import save, spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import DAY, MONTH, Amounts
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import SPENT, USED, moment
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Limits, Model, Snapshot
 from gateway.usage.reader import UsageReader

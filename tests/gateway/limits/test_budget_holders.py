@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits.buckets import Buckets
 from gateway.limits.budget_holders import Budgets, UsedSince, beyond
 from gateway.limits.decision import Amounts
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import BudgetState, counted_starts, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Budget, Issuer, Key, Limits, Model, PerUser, Snapshot
 

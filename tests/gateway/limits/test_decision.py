@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gateway.limits import decision, windows
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import (
     DAY,
     MONTH,
@@ -27,6 +26,7 @@ from gateway.limits.decision import (
     Holder,
     bucket_state,
 )
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import SPENT, USED, ExceededLimit, Moment, moment, month_of
 from gateway.snapshot.snapshot import Budget, Limits
 from tests.support.examples import examples

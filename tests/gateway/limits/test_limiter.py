@@ -11,9 +11,9 @@ import pytest
 
 from gateway.auth import keys
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import Holder
 from gateway.limits.limiter import shown_budgets
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import moment
 from gateway.snapshot.link import StoredKeys
 from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, LimitsStore, PerUser, Snapshot

@@ -22,11 +22,11 @@ from gateway.api.usage import Usage
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.api.vllm.lax_int import lax_int
 from gateway.limits import Reservation
-from gateway.limits.buckets import Buckets
 from gateway.limits.estimate import DEFAULT_COMPLETION, SHARES
 from gateway.limits.expected_use import estimate_request
 from gateway.limits.limiter import Limiter
 from gateway.limits.reservation import reservation_of
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import moment
 from gateway.snapshot.link import Health
 from gateway.snapshot.money import Price

@@ -19,13 +19,13 @@ from gateway.api.errors import Refusal
 from gateway.api.media_urls import InlineMedia
 from gateway.auth import keys
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import Amounts
 from gateway.limits.expected_use import estimate_request
 from gateway.limits.key_limits import KeyLimits
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
 from gateway.limits.sessions import CELLS, IDLE, SETS_OF_HOLDER, WAYS, find_entry, session_of
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics

@@ -10,8 +10,8 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets
 from gateway.limits.reservation import reservation_of
+from gateway.limits.shared_counts import Buckets
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.running import shared_counters

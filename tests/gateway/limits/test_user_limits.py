@@ -16,9 +16,9 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.limits import Limiter
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.key_limits import PART_FOR_SUBJECTS
 from gateway.limits.reservation import reservation_of
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.user_table import UserTable
 from gateway.limits.windows import moment
 from gateway.snapshot.link import StoredKeys

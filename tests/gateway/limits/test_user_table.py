@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits.buckets import Buckets, BucketsFullError, CountsMovedError
 from gateway.limits.decision import Amounts, Holder
 from gateway.limits.end_users import LONGEST_NAME
+from gateway.limits.shared_counts import Buckets, BucketsFullError, CountsMovedError
 from gateway.limits.states import StoreResult
 from gateway.limits.user_table import UserTable, note_store_use, shown_users, users_held
 from gateway.limits.windows import Moment, moment

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.limits import decision, windows
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import SIZE, Amounts, Holder
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import (
     RING_CELLS,
     SLICES,

@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing, closing
 from typing import Any
 
 from gateway.control.serve import listen
-from gateway.limits.buckets import Buckets
+from gateway.limits.shared_counts import Buckets
 from gateway.snapshot.link import BlockChanges, CachedBlocks, Health
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.shared_counters import SharedCounters

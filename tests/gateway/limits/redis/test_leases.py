@@ -21,12 +21,12 @@ from gateway.api.media_urls import InlineMedia
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import Limiter, Reservation
-from gateway.limits.buckets import Buckets
 from gateway.limits.expected_use import estimate_request
 from gateway.limits.lease import DURATION, LEAST, PARTS
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
 from gateway.limits.response_headers import reservation_lines
+from gateway.limits.shared_counts import Buckets
 from gateway.snapshot.snapshot import Allowance, Key, Limits, LimitsStore, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters

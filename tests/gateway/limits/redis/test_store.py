@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import ResponseError
 
-from gateway.limits.buckets import Buckets
 from gateway.limits.decision import SIZE, Amounts, Holder, admit
 from gateway.limits.redis.scripts import Script, load_scripts, source
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError, seconds_ahead
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue

@@ -14,8 +14,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.decision import DAY, SIZE, Amounts
+from gateway.limits.shared_counts import Buckets, BucketsFullError
 from gateway.limits.windows import USED, moment
 from gateway.snapshot.snapshot import Budget, Limits
 
@@ -23,7 +23,7 @@ LIMITS = Limits(tokens_per_day=1000, concurrent=10)
 WALL = 1_800_000_000.0
 TAKER = """
 import sys
-from gateway.limits.buckets import Buckets
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.decision import Amounts
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Limits
@@ -173,7 +173,7 @@ def test_the_only_worker_waits_for_no_lock() -> None:
 
 COUNTER = """
 import sys
-from gateway.limits.buckets import Buckets
+from gateway.limits.shared_counts import Buckets
 from gateway.limits.decision import Amounts
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Limits
