@@ -57,6 +57,11 @@ class DeadlinePlan:
         before = service_before(leaf, own + booked.get(leaf, 0.0), booked)
         return self.rate.seconds_for(before, now, waiting=len(self._queue) > 0)
 
+    def too_long_wait(self, leaf: Flow[Any], own: float, latest: float, now: float) -> float | None:
+        """Return the predicted wait of a new request if it ends after ``latest``, so that it is refused at once; None otherwise."""
+        wait = self.wait(leaf, own, latest, now)
+        return wait if wait is not None and now + wait > latest else None
+
     def add_booking(self, request: Booking, slack: float, most: int, now: float) -> tuple[int, bool] | None:
         """Book a place for a request. Return the whole seconds until it, and whether it is booked; None if no wait can be predicted.
 

@@ -555,8 +555,7 @@ class ModelQueue:
         if self._pool.has_capacity() or self._preempted_for(class_name) is not None:
             return
         own = sum(each.expected for each in slot.leaf.requests if each.deadline <= slot.deadline)
-        wait = plan.wait(slot.leaf, own, slot.latest, now)
-        if wait is not None and now + wait > slot.latest:
+        if (wait := plan.too_long_wait(slot.leaf, own, slot.latest, now)) is not None:
             refusal = self.refusal(slot, "predicted")
             refusal.detail = f"a wait of {wait:.1f} s was predicted, and the deadline allows {max(slot.latest - now, 0.0):.1f} s"
             raise refusal
