@@ -45,8 +45,8 @@ from gateway.continuation.sent_text import SentText
 from gateway.continuation.token_record import TokenRecord
 from gateway.proxy.event_template import TemplateLearner
 from gateway.proxy.fast_path import FastPath
-from gateway.proxy.recorded_chunks import TextRecorder, TokenRecorder
 from gateway.proxy.running_usage import RunningUsage
+from gateway.proxy.token_chunks import TextRecorder, TokenRecorder
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
 from gateway.telemetry.metrics import ReadGaps

@@ -232,7 +232,7 @@ CONTINUATION = {
             f"{_FAST}::test_both_paths_record_the_same_texts",
         )
     ),
-    "gateway/proxy/recorded_chunks.py": Tested((*_ALONE, _FAST)),
+    "gateway/proxy/token_chunks.py": Tested((*_ALONE, _FAST)),
 }
 
 QUEUES = {

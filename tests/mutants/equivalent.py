@@ -250,7 +250,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("", "16", "17"): "How much memory is reserved at a time.",
             ("", "1", "2"): "Any group that no choice has.",
         },
-        "gateway/proxy/recorded_chunks.py": {
+        "gateway/proxy/token_chunks.py": {
             ("TokenRecorder.write", "usage >= 0", "usage > 0"): "The choice is closed before the usage starts.",
         },
         "gateway/continuation/token_record.py": {

@@ -118,7 +118,7 @@ TESTED_BY = {
     "gateway/monitoring/server_observer": "gateway/fleet/test_fleet",
     "gateway/prompts/balancing_facts": "gateway/proxy/test_cost_routing",
     "gateway/proxy/exchange": "gateway/proxy/test_refusals",
-    "gateway/proxy/recorded_chunks": "gateway/proxy/test_fast_path",
+    "gateway/proxy/token_chunks": "gateway/proxy/test_fast_path",
     "gateway/proxy/upstream_request": "gateway/proxy/test_payload",
     "gateway/snapshot/snapshot": "gateway/snapshot/test_link",
     "gateway/store/database": "gateway/store/test_service",

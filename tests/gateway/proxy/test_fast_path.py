@@ -25,8 +25,8 @@ from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
 from gateway.proxy.event_template import TemplateLearner
 from gateway.proxy.fast_path import FastPath
-from gateway.proxy.recorded_chunks import TextRecorder
 from gateway.proxy.running_usage import RunningUsage
+from gateway.proxy.token_chunks import TextRecorder
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
 from tests.gateway.continuation.streams import Server
