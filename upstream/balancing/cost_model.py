@@ -42,6 +42,7 @@ _MEMORY = 0.9  # weight of the earlier observations against the next one
 _SLOWER = 1.02  # the most by which an observation counts as slower than the known speed if unknown prompts may have delayed it
 _FIRST = 4  # observations that prompts of others may have delayed, of which the fastest is the first known speed
 _OTHERS = 0.25  # requests of others for each one of this gateway above which their prompts delay its own
+_FIRST_FOUND = 0.15  # before the first responses: others may send the same prefixes, or not
 _FOUND = 0.05  # weight of the next observation against the earlier ones
 _LEAST_CAPACITY = 64  # blocks
 _CHANGES = 256  # of the requests in flight that are known afterwards
@@ -274,7 +275,7 @@ class Placement:
             if prompt.tokens:
                 model.engines.verify(prompt.tokens, prompt_tokens)
             reported = model.correct(self.server, self.predicted, cached_tokens)
-            if reported and self.assumed > self.predicted:
+            if reported and self.assumed > 2 * self.predicted:  # of a prompt that is known, the rest is often new to all gateways
                 model.learn_found((cached_tokens - self.predicted) / (self.assumed - self.predicted))
             computed = prompt_tokens - cached_tokens if reported else self.uncached
             if self._seconds > 0.0 and computed >= _LEAST_WORK:
@@ -315,7 +316,7 @@ class CostModel:
         """Requests of this gateway on all servers."""
         self.recent = RecentMean()
         """Of ``in_flight`` and the requests of others."""
-        self.found = 1.0
+        self.found = _FIRST_FOUND
         """The share of the assumed tokens that were cached, when a request was placed for what others had sent."""
         self._foreign = 0.0
         self._load_at = 0.0

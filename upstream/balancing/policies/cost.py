@@ -16,8 +16,9 @@ compared with assumed values, and if nothing is known of the prompt, the least b
 
 Several gateways in front of the same servers do not know each other's requests. The engines' metrics show how many requests belong to
 others. In this case a prompt has a **home**: rendezvous hashing of its first block that few servers have. All gateways compute the same
-home, and each assumes that the others sent the prefix there, as long as the responses confirm it. So the gateways do not store the same
-prefixes on different servers.
+home, and each assumes that the others sent the prefix there, as long as the responses confirm it. On other servers, uncached tokens cost up
+to ``1 + COPY`` times as much, because the other gateways would not use a copy there. So the gateways do not store the same prefixes on
+different servers.
 
 In a large pool, only ``CONSIDERED`` servers are compared: the servers with the longest cached prefix, the least busy server and, in
 rotation, a few others.
@@ -36,6 +37,8 @@ from upstream.balancing.policies.prefix import Prefix
 from upstream.settings import setting
 
 BUSY = 4.0
+COPY = 20.0
+"""Instead of ``BUSY`` on the servers that are not the prompt's home, as far as prefixes of others are found."""
 RUNNING = 0.005
 """Seconds by which each running request delays a new one."""
 CROWDED = 0.05
@@ -101,17 +104,23 @@ class _Terms:
             return indexed
         return self.reported[name] if self.is_reported(name) else max(indexed, self.reported[name])
 
+    def found(self) -> float:
+        """Return how far this gateway relies on the others to use the same homes, from 0 to 1."""
+        return min(self._model.found / FOUND, 1.0)
+
     def expected(self) -> float:
         """Return the tokens of the prompt that its home is assumed to have cached, because other gateways sent them there."""
-        share = OTHERS * self.others / (self.others + self._model.in_flight)
-        return min(share, 1.0) * min(self._model.found / FOUND, 1.0) * self.tokens
+        return min(OTHERS * self.others / (self.others + self._model.in_flight), 1.0) * self.found() * self.tokens
 
-    def cost(self, server: Candidate, state: ServerCost, uncached: float, speed: float) -> float:
-        """Return the cost of the request on a server: it computes ``uncached`` tokens of its prompt, each in ``speed`` seconds."""
+    def cost(self, server: Candidate, state: ServerCost, uncached: float, speed: float, busy: float) -> float:
+        """Return the cost of the request on a server: it computes ``uncached`` tokens of its prompt, each in ``speed`` seconds.
+
+        ``busy``: how many times more they cost on a server that computes prompts all the time.
+        """
         others, others_waiting = state.others(self._now)
         requests = (state.in_flight + others) / server.weight
         return (
-            uncached * speed * (1 + BUSY * min(state.utilization(self._now), 1.0))
+            uncached * speed * (1 + busy * min(state.utilization(self._now), 1.0))
             + self._backlog(state, others_waiting, speed)
             + RUNNING * requests
             + self._crowding(server, state, requests)
@@ -169,7 +178,7 @@ class Cost(Policy[C]):
             model.peers.catch_up()
         terms = _Terms(model, prompt, self._weight)
         home = self._home(prompt, terms, candidates) if terms.others and prompt.keys else None
-        expected = 0.0 if home is None else terms.expected()
+        expected, copy = (0.0, BUSY) if home is None else (terms.expected(), BUSY + (COPY - BUSY) * terms.found())
         lowest, best_cached = inf, 0.0
         explained: list[tuple[str, float, float]] = []
         for server in (best, *self._considered(candidates, terms.matched), *(() if home is None else (home,))):
@@ -181,7 +190,7 @@ class Cost(Policy[C]):
             speed = state.seconds_per_token or model.pace
             if not self._explain and uncached * speed + RUNNING * state.in_flight / server.weight >= lowest:
                 continue  # all other terms only add to this
-            cost = terms.cost(server, state, uncached, speed)
+            cost = terms.cost(server, state, uncached, speed, BUSY if server is home else copy)
             if self._explain:
                 explained.append((server.name, cost, cached))
             if cost < lowest:

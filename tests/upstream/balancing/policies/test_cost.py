@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import count
 
 import pytest
 
@@ -407,12 +408,48 @@ def test_prompts_that_others_never_sent_are_not_expected_elsewhere() -> None:
     router = Router(*(f"server-{number}" for number in range(8)))
     router.serve(500)
     router.serve(500, cached=LONG * BLOCK // 4)  # this server reports cached tokens
+    before = router.model.found
     for first in range(1000, 200_000, 1000):
         for server in router.servers:
             router.model.engine_load(server.name, EngineLoad(router.clock.now, 3, 0))
         router.serve(first)
         router.clock.now += 1
-    assert router.model.found < FOUND
+    assert router.model.found < before / 2
+
+
+def test_prefixes_that_others_sent_are_expected_more_after_each_response() -> None:
+    """A prefix that the gateway sent itself proves nothing about the others."""
+    router = Router(*(f"server-{number}" for number in range(8)))
+    expected = []
+    for first in range(1000, 20_000, 1000):
+        for server in router.servers:
+            router.model.engine_load(server.name, EngineLoad(router.clock.now, 3, 0))
+        expected.append(router.serve(first, cached=LONG * BLOCK // 4).assumed)
+        found = router.model.found
+        router.serve(first, LONG + 2, cached=LONG * BLOCK // 4)
+        assert router.model.found == found
+        router.clock.now += 1
+    assert expected == sorted(expected) and expected[0] < expected[-1] == LONG * BLOCK // 4
+
+
+def test_busy_servers_get_a_copy_later_if_other_gateways_use_the_same_home() -> None:
+    """The home has the prefix and a backlog, and the other servers compute prompts all the time."""
+
+    def longest_wait(found: float) -> int:
+        for waiting in count():
+            router = Router(*(f"server-{number}" for number in range(4)))
+            router.model.found = found
+            home = router.policy._homes.order(1000)[0]
+            router.model.index.insert(home.name, range(1000, 1000 + LONG))
+            for server in router.servers:
+                router.model.engine_load(server.name, EngineLoad(router.clock.now, 3, 0))
+                for _ in range(waiting if server is home else 1):
+                    router.model.peer_placed(server.name, [], 8000.0)
+            if router.send(1000).server != home.name:
+                return waiting
+        raise AssertionError
+
+    assert longest_wait(0.0) < longest_wait(FOUND / 2) < longest_wait(FOUND)
 
 
 def test_the_cached_tokens_of_one_server_are_known() -> None:
