@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.ledger.row import UsageRow, decode, frames
-from gateway.limits.rules import DAY
+from gateway.limits.decision import DAY
 from gateway.limits.windows import USED
 from gateway.snapshot.snapshot import Allowance, Limits, Queue
 from gateway.worker.drain import drain
