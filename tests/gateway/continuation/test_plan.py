@@ -72,7 +72,17 @@ def test_several_prompts_are_not_continued_by_token_ids(prompt: object) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "overlap"),
-    [(None, 0), ([], 0), ("a", 0), ("abc", 2), (["ab", "世界和平", "c"], 3), ("a" * 1000, 999), ("a" * 1001, None), ([1], None)],
+    [
+        (None, 0),
+        ([], 0),
+        ("a", 0),
+        ("abc", 2),
+        (["ab", "世界和平", "c"], 3),
+        ("a" * 1000, 999),
+        ("a" * 1001, None),
+        (["a", ""], None),
+        ([1], None),
+    ],
 )
 def test_a_completion_overlaps_by_the_longest_stop_string_without_its_last_character(stop: object, overlap: int | None) -> None:
     body = {"prompt": "p", "stop": stop, "include_stop_str_in_output": True}
