@@ -31,9 +31,9 @@ from gateway.sign_in.oidc.authorization import (
     start,
     verifier_of,
 )
-from gateway.sign_in.oidc.grants import IDENTIFIER, GrantRules, person_of
 from gateway.sign_in.oidc.provider import end_session_url
 from gateway.sign_in.oidc.provider_client import ProviderClient
+from gateway.sign_in.oidc.roles import IDENTIFIER, GrantRules, person_of
 from gateway.sign_in.paths import LINK
 from gateway.sign_in.people import EndedSession, KnownPerson, NewSession, PeopleStore, SignInLink, digest
 from gateway.sign_in.revocations import Revocations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway import config as conf
 from gateway.access.actor import Role
 from gateway.sign_in.browser import Port
-from gateway.sign_in.oidc.grants import GrantRules
 from gateway.sign_in.oidc.provider import Client
+from gateway.sign_in.oidc.roles import GrantRules
 from gateway.sign_in.sessions import LINK_ISSUER
 from gateway.snapshot.snapshot import SessionRules
 

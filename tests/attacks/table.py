@@ -29,8 +29,8 @@ from tests.gateway.sign_in import test_routes as routes
 from tests.gateway.sign_in import test_sessions as sessions
 from tests.gateway.sign_in import test_signature as signature
 from tests.gateway.sign_in.oidc import test_authorization as authorization
-from tests.gateway.sign_in.oidc import test_grants as grants
 from tests.gateway.sign_in.oidc import test_provider as provider
+from tests.gateway.sign_in.oidc import test_roles as oidc_roles
 from tests.gateway.sign_in.oidc import test_tokens as tokens
 from tests.gateway.store import test_service as store
 
@@ -230,14 +230,14 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
                 "role by text",
                 "sends a text with several groups",
                 "it is one value",
-                grants.test_a_person_without_a_role_and_a_team_is_refused,
+                oidc_roles.test_a_person_without_a_role_and_a_team_is_refused,
             ),
-            Attack("unverified address", "claims an admin's address", "no role", grants.test_only_a_verified_address_grants_a_role),
+            Attack("unverified address", "claims an admin's address", "no role", oidc_roles.test_only_a_verified_address_grants_a_role),
             Attack(
                 "deceiving name",
                 "chooses the name of an admin token",
                 "the actor stays different",
-                grants.test_the_display_name_is_not_the_identity,
+                oidc_roles.test_the_display_name_is_not_the_identity,
             ),
             Attack("markup in a name", "chooses a script as name", "it is shown as text", routes.test_names_with_markup_are_shown_as_text),
         ),

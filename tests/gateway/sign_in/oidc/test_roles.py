@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.access.actor import Role
 from gateway.sign_in.errors import SignInError
-from gateway.sign_in.oidc.grants import GrantRules, person_of
+from gateway.sign_in.oidc.roles import GrantRules, person_of
 
 ISSUER = "https://login.example.com"
 VALUES = {Role.VIEWER: ("everyone",), Role.OPERATOR: ("ops",), Role.ADMIN: ("llm-admins", "root@example.com")}
