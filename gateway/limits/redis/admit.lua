@@ -1,4 +1,4 @@
--- Reserve amounts for a request from all of its holders, or from none of them. The Python twins are rules.admit and
+-- Reserve amounts for a request from all of its holders, or from none of them. The Python twins are decision.admit and
 -- windows.exceeded in gateway/limits; tests/gateway/limits/redis/test_store.py runs both against the same sequences.
 --
 -- KEYS: the hash and the leases of each holder (of a session: the sessions of its owner, by their last use); last the hash of what this worker has reserved.
@@ -36,7 +36,7 @@ local function note_session(sessions, key)
   return 1
 end
 
--- The limit with the longest wait is reported; of equal waits the first, whatever their rounding: rules._longest.
+-- The limit with the longest wait is reported; of equal waits the first, whatever their rounding: decision._longest.
 local longest, refusing_holder, refusing_limit, left = -1, 0, 0, 0
 local function refuse(holder, limit, wait, still_left)
   if wait > longest + 0.000001 then longest, refusing_holder, refusing_limit, left = wait, holder, limit, still_left end

@@ -94,7 +94,7 @@ local function write_holder(key, holder)
   if redis.call('TTL', key) < lifetime then redis.call('EXPIRE', key, lifetime) end
 end
 
--- Take seconds from a bucket: rules._settle_bucket, and the buckets in rules.admit.
+-- Take seconds from a bucket: decision._settle_bucket, and the buckets in decision.admit.
 local function take_from_bucket(holder, bucket, seconds)
   if seconds > 0 then holder[bucket] = math.max(holder[bucket], now) + seconds end
 end

@@ -1,4 +1,4 @@
--- Replace what a request has reserved by what it has used. The Python twin is rules.settle in gateway/limits.
+-- Replace what a request has reserved by what it has used. The Python twin is decision.settle in gateway/limits.
 --
 -- KEYS: as in admit.lua. ARGV: the request's id, or the id of a lease and those of its open requests; then for each holder two texts: first the name and the seconds of a slice (0: of the
 -- calendar) of each window; then what is added: seconds to the buckets of requests and of tokens, and for each window the tokens and the
@@ -6,7 +6,7 @@
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing. The requests that
 -- outlive a lease have separate reservations afterwards, which count at the time of the lease: lease.py.
 
--- Return seconds that time has not refilled yet: rules._settle_bucket.
+-- Return seconds that time has not refilled yet: decision._settle_bucket.
 local function return_to_bucket(holder, bucket, seconds, reserved_at, bucket_end)
   -- What was reserved is missing for a minute at most; a hash that expired since has forgotten what was returned.
   local given = math.min(seconds, reserved_at + 60 - now, bucket_end - holder[bucket .. 'b'] - now)
