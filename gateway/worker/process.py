@@ -42,7 +42,7 @@ from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import Spans
 from gateway.worker.drain import AnyAcceptor, drain
 from gateway.worker.peer_placements import PeerPlacements
-from gateway.worker.shared_slots import SharedSlots, SlotSignals
+from gateway.worker.slot_signals import SharedSlots, SlotSignals
 from gateway.worker.worker import Worker
 from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.pool import live_servers

@@ -29,7 +29,7 @@ from gateway.system.acceptor import Seats
 from gateway.system.tasks import cancel, wait_at_most, wait_until
 from gateway.telemetry.metrics import reset_gauges
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.worker.shared_slots import SlotSignals
+from gateway.worker.slot_signals import SlotSignals
 from upstream.backoff import Backoff
 from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.server import Progress

@@ -32,7 +32,7 @@ from gateway.telemetry.request_ids import RequestSample
 from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
-from gateway.worker.shared_slots import SharedSlots
+from gateway.worker.slot_signals import SharedSlots
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.moves import move_responses
 from upstream.balancing.policies import POLICIES

@@ -11,7 +11,7 @@ from pathlib import Path
 from gateway.auth.keys import hash_of
 from gateway.telemetry.metrics import Series
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.worker.shared_slots import SlotSignals
+from gateway.worker.slot_signals import SlotSignals
 from tests.support.controlled import controlled
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted

@@ -1,4 +1,4 @@
-"""Share the slots of servers with the other workers: the locks, and the signals that wake a worker.
+"""The locks and signals by which workers share the slots of servers. ``upstream.balancing.shared_limit`` decides who gets a slot.
 
 Control creates a file for the locks and an event descriptor for each worker, which all workers inherit. The rules: a lock is a byte of the
 file, found by the server's name, and the kernel releases it if the process dies. A signal says only that slots may be free. A worker that
