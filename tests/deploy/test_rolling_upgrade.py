@@ -195,7 +195,7 @@ async def test_gateways_are_replaced_one_after_the_other_without_errors(tmp_path
             with redis.client() as store:
                 await until(lambda: not store.zcard("vllm-gateway:key team-a leases"), 30)
                 counted = float(store.hget("vllm-gateway:key team-a", "dt") or 0)
-        assert clients.wrong == [], log.read_text()[-4000:]
+        assert clients.wrong == [], "\n".join(line for line in log.read_text().splitlines() if "[info]" not in line)[-4000:]
         assert rows(url, tmp_path) == clients.tokens
         was_late = any("limits store at" in each.output for each in three)  # on a busy machine: then each has counted by itself
         assert was_late or counted == sum(clients.tokens.values())

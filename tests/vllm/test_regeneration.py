@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 OUTCOMES = stored()
 REGENERATED_ROWS = [row for row in ROWS if OUTCOMES[row.path, row.feature]["outcome"] == REGENERATED]
 CUTS = 3
+TRIES = 10
+"""vLLM shows markup of calls in a chat with ``stop`` if an event has several tokens. On a busy machine even two whole streams may differ."""
 
 
 @pytest.fixture(scope="module", params=["@scale_out"])
@@ -38,12 +40,16 @@ async def test_a_cut_stream_is_like_an_undisturbed_one(servers: tuple[int, int],
         ROUTES[row.path].dialect,
         random.Random(row.feature),
     )
-    whole, expected, size = await sent(data, *servers)
-    undisturbed = view_of(without_cached_tokens(whole.body), dialect)
     outcomes = []
     for _ in range(CUTS):
-        reply, record, _ = await sent(data, *servers, first=Weather(cut_at=dice.randrange(size // 3, size // 2)))
-        assert (reply.status, view_of(without_cached_tokens(reply.body), dialect)) == (200, undisturbed)
+        for _ in range(TRIES if row.feature == "`stop`, tools" else 1):
+            whole, expected, size = await sent(data, *servers)
+            reply, record, _ = await sent(data, *servers, first=Weather(cut_at=dice.randrange(size // 3, size // 2)))
+            undisturbed = view_of(without_cached_tokens(whole.body), dialect)
+            continued = view_of(without_cached_tokens(reply.body), dialect) if record.incomplete is None else None
+            if continued == undisturbed:
+                break
+        assert (reply.status, continued) == (200, undisturbed)
         assert expected.usage is not None and record.usage is not None and record.incomplete is None
         assert (record.usage.prompt, record.usage.completion) == (expected.usage.prompt, expected.usage.completion)
         outcomes += [each.outcome for each in record.continuations]
