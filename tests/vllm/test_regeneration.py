@@ -23,7 +23,7 @@ OUTCOMES = stored()
 REGENERATED_ROWS = [row for row in ROWS if OUTCOMES[row.path, row.feature]["outcome"] == REGENERATED]
 CUTS = 3
 TRIES = 10
-"""vLLM shows markup of calls in a chat with ``stop`` if an event has several tokens. On a busy machine even two whole streams may differ."""
+"""vLLM shows markup of calls in a chat with ``stop`` if an event has several tokens. On a busy machine even whole streams may differ."""
 
 
 @pytest.fixture(scope="module", params=["@scale_out"])
