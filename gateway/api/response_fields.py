@@ -202,7 +202,7 @@ def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
     if dialect is Dialect.RESPONSES:
         return document.get("status") == "cancelled"
     if dialect is Dialect.MESSAGES:
-        return document.get("type") == "message" and not isinstance(document.get("stop_reason"), str)
+        return _is_aborted_message(document.get("type"), document.get("stop_reason"))
     choices = document.get("choices")
     if dialect not in (Dialect.CHAT, Dialect.COMPLETIONS) or not isinstance(choices, list):
         return False
@@ -210,6 +210,10 @@ def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
 
 
 # Bodies in bytes
+
+
+def _is_aborted_message(kind: object, stop_reason: object) -> bool:
+    return kind == "message" and not isinstance(stop_reason, str)
 
 
 class _UsageBody(msgspec.Struct, gc=False):
@@ -233,7 +237,7 @@ def of_body(body: bytes, dialect: Dialect) -> Fields:
     try:
         if dialect is Dialect.MESSAGES:
             message = _decode_message(body)
-            stopped = message.type == "message" and not isinstance(message.stop_reason, str)
+            stopped = _is_aborted_message(message.type, message.stop_reason)
             return Fields(None if message.usage is None else message.usage.usage(), stopped, True)
         found = _decode_body(body).usage
     except msgspec.ValidationError:  # its usage is not valid, or it is not an object

@@ -278,8 +278,10 @@ def usage(
     FORMATS[form](found, console())
     if found.truncated:
         say_error(f"only the {len(found.sums):,} groups with the most tokens are shown; narrow the query", 0)
-    ids = [] if known is None else [each.id for each in known.keys]
-    if known is not None and not found.sums and key is not None and key not in ids:
+    if known is None or found.sums or key is None:
+        return 0
+    ids = [each.id for each in known.keys]
+    if key not in ids:
         say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
     return 0
 

@@ -513,10 +513,12 @@ def _user_headers(draft: Draft) -> Iterator[Problem]:
 
 def _entries_of_tokens(draft: Draft) -> Iterator[Problem]:
     """Check that tokens count as entries that exist, each for one issuer, and none for requests without a key."""
+    if not (of_tokens := _of_tokens(draft)):
+        return
     is_anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
     has_all_ids = isinstance(draft.top.get("keys").value, list | None) and all(_is_text(key.get("id")) for key in draft.keys)
-    yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be indistinguishable")
-    for setting in _of_tokens(draft):
+    yield from _repeated(of_tokens, "entry of keys", "; subjects of two issuers would be indistinguishable")
+    for setting in of_tokens:
         if is_anonymous.get(setting.value):
             yield setting.problem("is the entry for requests without a key; tokens need another entry")
         elif setting.value not in is_anonymous and has_all_ids:
@@ -526,7 +528,7 @@ def _entries_of_tokens(draft: Draft) -> Iterator[Problem]:
 def _ids_of_subjects(draft: Draft) -> Iterator[Problem]:
     """Check that no key has an ID that a token's subject could get."""
     of_tokens = {entry for setting in _of_tokens(draft) for entry in (setting.value, escaped(setting.value))}
-    for key in draft.keys:
+    for key in draft.keys if of_tokens else ():
         parts = str(key.get("id").value).split("/")
         if any("/".join(parts[:length]) in of_tokens for length in range(1, len(parts))):
             yield key.get("id").problem("a token's subject could get this ID after the ID of its entry; choose another")

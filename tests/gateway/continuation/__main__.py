@@ -68,7 +68,7 @@ class Comparison:
         print(f"{self.count - self.different} of {self.count} {streams} are equal; continuations: {dict(self.results)}")
         for path, unsorted in self.gaps.items():
             gaps = sorted(unsorted)
-            print(f"gap of {path}: {gaps[len(gaps) // 2]:.0f} ms, of 99 in 100 at most {gaps[len(gaps) * 99 // 100]:.0f} ms", flush=True)
+            print(f"gap of {path}: p50 {gaps[len(gaps) // 2]:.0f} ms, p99 {gaps[len(gaps) * 99 // 100]:.0f} ms", flush=True)
 
 
 async def compare(count: int) -> int:

@@ -71,16 +71,23 @@ PHASES: dict[str, tuple[str, Callable[[Begin], list[Cut]]]] = {
 """Where a continued stream is interrupted: the request and its cuts."""
 
 
-@pytest.mark.parametrize("phase", PHASES)
-async def test_a_client_disconnects_while_its_stream_is_continued(servers: list[Simulated], phase: str) -> None:
+@asynccontextmanager
+async def interrupted(servers: list[Simulated], phase: str) -> AsyncIterator[tuple[Stage, Client]]:
+    """Let a stream reach a phase of its continuation. Yields its client, too."""
     name, cuts = PHASES[phase]
     reached = asyncio.Event()
     path, body = REQUESTS[name]
-    async with staged(servers) as one:
+    async with staged(servers) as one, client(one.served.port) as waiting:
         one.cuts.extend(cuts(lambda _: reached.set()))
-        async with client(one.served.port) as sender:
-            sender.send(request(body, path))
-            await reached.wait()
+        waiting.send(request(body, path))
+        await reached.wait()
+        yield one, waiting
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_client_disconnects_while_its_stream_is_continued(servers: list[Simulated], phase: str) -> None:
+    async with interrupted(servers, phase) as (one, waiting):
+        waiting.disconnect()
         row = await row_of(one)
         assert (row.status, row.incomplete) == (499, "client")
 
@@ -176,17 +183,11 @@ async def test_a_stream_is_continued_by_a_gateway_that_stops(servers: list[Simul
 
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_continued_stream_that_outlasts_the_drain_gets_an_error(servers: list[Simulated], phase: str) -> None:
-    name, cuts = PHASES[phase]
-    reached = asyncio.Event()
-    path, body = REQUESTS[name]
-    async with staged(servers) as one:
-        one.cuts.extend(cuts(lambda _: reached.set()))
-        async with client(one.served.port) as waiting:
-            waiting.send(request(body, path))
-            reply = asyncio.create_task(waiting.reply())
-            await reached.wait()
-            await drained(one, 0.0)
-            assert (await reply).body.count(b"event: error" if path == MESSAGES else b'"draining"') == 1
+    async with interrupted(servers, phase) as (one, waiting):
+        reply = asyncio.create_task(waiting.reply())
+        await drained(one, 0.0)
+        is_message = REQUESTS[PHASES[phase][0]][0] == MESSAGES
+        assert (await reply).body.count(b"event: error" if is_message else b'"draining"') == 1
         row = await row_of(one)
         assert (row.status, row.incomplete) == (200, "drain")
 
